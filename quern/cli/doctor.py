@@ -9,7 +9,7 @@ import typer
 
 from quern.cli.output import JSON, json_stdout, out_console, plain_line, reports_errors
 from quern.doctor.place import place_of
-from quern.doctor.run import Options, check, check_cluster, options_of
+from quern.doctor.run import Options, Result, check, check_cluster, options_of
 from quern.doctor.table import as_data, show
 from quern.errors import InputError
 from quern.train.init_from import load_run_config
@@ -49,10 +49,15 @@ def doctor(
     if config is not None:
         options = options_of(load_run_config(config, overrides or ()), options)
     with json_stdout(json) as emit:
-        result = check_cluster(options) if data else check(place_of(), options)
-        if result.tells:
+
+        def tell(result: Result) -> None:
             emit(as_data(result))
             if not json:
                 show(result, out_console(), plain_line)
+
+        if data:
+            tell(result := check_cluster(options))
+        else:
+            result = check(place_of(), options, tell)
     if result.findings or result.found:
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ import numpy as np
 from quern import __version__, storage
 from quern.doctor.gpus import MISSING, open_nvml, system
 from quern.errors import QuernError, one_line
-from quern.words import size
+from quern.words import shorten, size
 
 __all__ = ["cpu_model", "measure"]
 
@@ -100,7 +100,7 @@ def _interfaces(root: str = "/sys") -> dict[str, Any]:
     )
     ports = Counter(f"{_read(p / 'state')} {_read(p / 'rate')}" for p in Path(root).glob("class/infiniband/*/ports/*"))
     names = ", ".join(path.name for path in up) or "none up"
-    shown = {"interfaces": f"{names} ({_counted(found) or 'none'})"}
+    shown = {"interfaces": f"{shorten(names, 1000)} ({_counted(found) or 'none'})"}
     return {"facts": {"infiniband": _counted(ports)} if ports else {}, "shown": shown}
 
 

@@ -21,10 +21,16 @@ from quern import storage
 from quern.config import validate
 from quern.errors import QuernError
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "UncheckedError"]
 
 _LOOK_S = 0.25  # between two looks
 _LEAVE_S = 60.0  # for which files wait for those who read them; over NFS a file may be seen half a minute late
+
+
+class UncheckedError(QuernError):
+    """The machines could not be checked. Exit code 2; 1 is that something was found."""
+
+    exit_code = 2
 
 
 class _List(BaseModel):
@@ -60,10 +66,10 @@ class Meeting:
         """Leave ``value`` for who judges, and wait for the others; all learn keys ``brief`` of values that have some.
 
         Raises:
-            QuernError: this rank came after the others had gone on without it.
+            UncheckedError: this rank came after the others had gone on without it.
         """
         if not storage.is_file(self._path("hello", self.rank)):  # the folder goes with the last who leaves
-            raise QuernError(f"rank {self.rank}: the others have ended the check without it")
+            raise UncheckedError(f"rank {self.rank}: the others have ended the check without it")
         name, began = str(len(self._met)), self._clock()
         storage.publish_bytes(self._path(name, self.rank), json.dumps(value, allow_nan=False).encode())
         while not storage.is_file(self._list(name)):
@@ -76,7 +82,7 @@ class Meeting:
             time.sleep(_LOOK_S)
         told = validate(storage.read_json(self._list(name)), _List, self._list(name))
         if self.rank in told.missing:
-            raise QuernError(f"rank {self.rank}: the others waited {self._timeout_s:g} s and went on without it")
+            raise UncheckedError(f"rank {self.rank}: the others waited {self._timeout_s:g} s and went on without it")
         self.missing |= told.missing
         self.present = [rank for rank in self.present if rank not in told.missing]
         self._met.append(self.present)
@@ -88,6 +94,8 @@ class Meeting:
 
     def leave(self) -> None:
         """Say that this rank needs the files no more; the first one waits a moment for the others and removes them."""
+        if not storage.is_file(self._path("hello", self.rank)):
+            return  # the first has removed all, and a file would bring the folder back
         storage.publish_bytes(self._path("left", self.rank), b"null")
         if self.rank != self.present[0]:
             return

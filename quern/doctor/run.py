@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any
@@ -15,7 +15,7 @@ from quern import storage
 from quern.config import validate
 from quern.data_pipeline.execution.engine import on_each_machine
 from quern.doctor.fleet import judge
-from quern.doctor.meeting import Meeting
+from quern.doctor.meeting import Meeting, UncheckedError
 from quern.doctor.place import Place
 from quern.doctor.readings import Finding, Link, Reading
 from quern.doctor.worker import Worker
@@ -74,17 +74,20 @@ def options_of(config: TrainConfig, options: Options) -> Options:
     )  # fmt: skip
 
 
-def check(place: Place, options: Options) -> Result:
-    """Check this rank's machine, and with others of its start the fleet. Collective, but for ranks that hang.
+def check(place: Place, options: Options, show: Callable[[Result], None]) -> Result:
+    """Check this rank's machine, and with others of its start the fleet. Collective, but for ranks that hang. ``show``
+    is called by the rank that has the readings of all, before the others can leave.
 
     Raises:
         InputError: several ranks and no shared folder, or a file in it is damaged.
-        QuernError: the others went on without this rank.
+        UncheckedError: the others went on without this rank, or nobody told what was found.
     """
     with Worker() as worker:
         if place.world == 1:
             readings = [validate(_read_alone(worker, place, options), Reading, place.node)]
-            return Result(readings, [], judge(readings), 1)
+            result = Result(readings, [], judge(readings), 1)
+            show(result)
+            return result
         if options.share is None:
             raise InputError("--share: expected a folder or store that all ranks see, as there are several")
         if options.id is not None and not is_plain_name(options.id):
@@ -101,10 +104,13 @@ def check(place: Place, options: Options) -> Result:
             readings = _checked(meeting, alone, Reading)
             links = [link for one in rounds for link in _checked(meeting, one, Link)]
             result = Result(readings, links, judge(readings, links, meeting.missing), place.world)
+            show(result)  # a launcher ends this rank when another has left with what was found
         found = meeting.meet({"found": len(result.findings)} if first else None, ["found"])
         meeting.leave()
         if not found:
-            raise QuernError(f"rank {place.rank}: waited {options.timeout_s:g} s in vain for what the first rank found")
+            raise UncheckedError(
+                f"rank {place.rank}: waited {options.timeout_s:g} s in vain for what the first rank found"
+            )
         return replace(result, found=sum(one["found"] for one in found.values()))
 
 

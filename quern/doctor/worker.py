@@ -49,7 +49,12 @@ class Worker(Closes):
             if line is None:
                 self.close()
                 raise QuernError(f"ended with code {child.status()} in: {doing}")
-            match json.loads(line):
+            try:
+                told = json.loads(line)
+            except ValueError:
+                self.close()
+                raise QuernError(f"said what is no answer in: {doing}") from None
+            match told:
                 case str(doing):
                     pass
                 case {"error": error}:

@@ -43,7 +43,7 @@ def test_a_node_that_hangs_is_named_and_the_others_measure_their_links(tmp_path:
     share = tmp_path / "share"
     ranks = [
         subprocess.Popen(
-            [python(), "-m", "quern.cli.main", "doctor", *QUICK, "--share", str(share), "--id", "a", "--timeout", "20",
+            [python(), "-m", "quern.cli.main", "doctor", *QUICK, "--share", str(share), "--id", "a", "--timeout", "90",
              "--disk", str(tmp_path), "--json"],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                  "MASTER_ADDR": "127.0.0.1", "SLURMD_NODENAME": f"node-{rank}"},

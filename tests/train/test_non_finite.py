@@ -32,8 +32,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.param("weight gradient", "blocks.0.ffn.w3", {}, marks=pytest.mark.long),
         pytest.param("backward", "blocks.0.attention.wq",
                      {"activation_checkpointing": "selective", "precision": "bf16"}, marks=pytest.mark.long),
-        pytest.param("forward", "blocks.1.ffn.w1", {"compile": {"enabled": True, "backend": "eager"}},
-                     marks=pytest.mark.long),
         pytest.param("backward", "blocks.1.attention.wo", FLOAT8, marks=pytest.mark.long),
     ],
 )  # fmt: skip
@@ -62,6 +60,14 @@ def test_a_weight_that_is_not_finite_is_named_and_the_step_not_computed_again(tm
     first = record["first_non_finite"]
     assert step == 3
     assert (first["phase"], first["module"], first["value"], first["redone"]) == ("weights", name, "nan", False)
+
+
+@pytest.mark.long
+def test_a_compiled_step_is_not_computed_again(tmp_path: Path, paths: list[str]) -> None:
+    compiled = {"compile": {"enabled": True, "backend": "eager"}}
+    CASE.train(str(tmp_path), paths, compiled, "blocks.1.ffn.w1", "forward")
+    first = next(iter(CASE.records(tmp_path).values()))["first_non_finite"]
+    assert (first["phase"], first["redone"]) == ("none", False)
 
 
 def test_a_step_that_is_finite_when_computed_again_says_so(tmp_path: Path, paths: list[str]) -> None:

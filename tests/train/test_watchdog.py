@@ -52,7 +52,7 @@ HANGS, STOPS = "time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"
 def run_with(tmp_path: Path, nproc: int, place: str, rank: int, fault: str) -> subprocess.CompletedProcess[str]:
     paths = case.write_corpus(tmp_path / "data")
     config = case.settings(
-        tmp_path / "run", paths, global_batch=4, micro_batch=1, steps=9, watchdog={"least_s": 2, "factor": 4},
+        tmp_path / "run", paths, global_batch=4, micro_batch=1, steps=9, watchdog={"least_s": 8, "factor": 4},
         parallel={"dp_replicate": 2, "dp_shard": nproc // 2},
     )  # fmt: skip
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
@@ -118,15 +118,19 @@ def test_steps_that_take_half_or_twice_as_long_raise_no_alarm() -> None:
 
 
 def test_limits_are_learned_from_each_phase_by_itself() -> None:
-    limits = Limits(4.0, 2.0, 1800.0)
-    assert limits.of("save") == 1800
-    limits.learn("save", 30.0)
+    limits = Limits(4.0, 2.0, 1800.0, 480.0)
+    assert limits.of("validation") == 1800
+    limits.learn("validation", 30.0)
     limits.learn("data", 0.01)
-    assert (limits.of("save"), limits.of("data"), limits.of("forward")) == (120, 2, 1800)
+    limits.learn("metrics", 200.0)
+    assert (limits.of("validation"), limits.of("data"), limits.of("forward")) == (120, 2, 1800)
+    assert limits.of("metrics") == 480  # before a collective gives up
+    limits.learn("metrics", 300.0)
+    assert limits.of("metrics") == 600  # but not what has been done in that time
     for _ in range(3000):
-        limits.learn("save", 1.0)
-    assert 4 <= limits.of("save") < 10  # one that took long is forgotten
-    assert limits.of("end") == float("inf")
+        limits.learn("validation", 1.0)
+    assert 4 <= limits.of("validation") < 10  # one that took long is forgotten
+    assert limits.of("end") == limits.of("save") == float("inf")
 
 
 def place(step: int, phase: str) -> dict[str, Any]:
@@ -137,6 +141,7 @@ def place(step: int, phase: str) -> dict[str, Any]:
     ("places", "guilty", "told"),
     [
         ({0: place(7, "reduce"), 1: place(7, "data"), 2: place(7, "reduce")}, [1], "data of step 7 on n1, for 12 s"),
+        ({0: place(7, "forward"), 1: place(7, "backward"), 2: place(7, "forward")}, [0, 1, 2], "all ranks are in"),
         ({0: place(7, "metrics"), 1: place(7, "metrics"), 2: place(6, "save")}, [2], "save of step 6"),
         ({0: place(7, "reduce"), 2: place(7, "reduce")}, [1], "rank 1 does not answer.* wait in reduce of step 7"),
         ({0: place(7, "reduce")}, [1, 2], "ranks 1, 2 do not answer"),
@@ -153,7 +158,7 @@ def test_nothing_is_learned_from_the_first_step(tmp_path: Path, clock: Any) -> N
     from quern.train.processes.ranks import Ranks, choose_device
 
     config = case.settings(tmp_path, ["data"], watchdog={"least_s": 1, "factor": 2})
-    own = watchdog.Watchdog(config, Ranks(0, 1, choose_device("cpu")), 5)
+    own = watchdog.Watchdog(config, Ranks(0, 2, choose_device("cpu")), 5)
     for step, seconds in ((5, 500.0), (6, 3.0), (7, 1.0)):
         for phase in ("data", "forward"):
             own.enter(phase, step)

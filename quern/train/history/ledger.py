@@ -251,7 +251,7 @@ _LIMIT = 1 << 40
 """Beyond all steps: a line that says more is damaged."""
 _NUMBERS = {
     **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint", "fork"), ("step", "data_step")),
-    **dict.fromkeys(("spike", "checkpoint_failed", "complete", "good", "end", "stopped"), ("step",)),
+    **dict.fromkeys(("spike", "checkpoint_failed", "complete", "good", "end", "stopped", "straggler"), ("step",)),
     "back": ("step", "before"),
     "corrupt": ("step", "since"),
 }

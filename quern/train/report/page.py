@@ -288,4 +288,6 @@ def _short(value: Any) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "–"
     return str(timedelta(seconds=round(seconds))) if seconds >= 99.5 else f"{_figure(seconds, 1)} s"

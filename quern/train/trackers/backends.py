@@ -135,11 +135,17 @@ class _Mlflow:
         if opening.id is None:
             found = self._client.get_experiment_by_name(opening.project)
             place = found.experiment_id if found is not None else self._client.create_experiment(opening.project)
-            self.id = self._client.create_run(place, run_name=opening.name).info.run_id
             tags |= {"quern.group": opening.group, **{f"quern.tag.{tag}": "true" for tag in opening.tags}}
             if (parent := opening.parent) is not None:
                 tags |= {"mlflow.parentRunId": parent.id, "quern.parent_step": str(parent.step)}
-            self._send("params", [entities.Param(key, value) for key, value in params.items()])
+            first = {_name(key): value for key, value in tags.items()}
+            self.id = self._client.create_run(place, run_name=opening.name, tags=first).info.run_id
+            try:
+                self._send("params", [entities.Param(key, value) for key, value in params.items()])
+            except BaseException:
+                self._client.delete_run(self.id)  # the next try makes another
+                raise
+            return
         else:
             self.id = opening.id
             self._client.update_run(self.id, status="RUNNING")

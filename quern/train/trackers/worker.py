@@ -12,9 +12,9 @@ import fcntl
 import json
 import math
 import os
-import select
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -181,9 +181,17 @@ def main(run_dir: str, name: str, timeout_s: float, answers: int) -> None:
         with suppress(BrokenPipeError):  # the trainer was killed
             os.write(answers, json.dumps(line).encode() + b"\n")
 
-    how, pause, follower = "", _POLL_S, None
+    word, ends, pause, follower = list[str](), threading.Event(), _POLL_S, None
+
+    def listen() -> None:  # beside a call of the tracker's library, which may hang
+        word.append(os.read(0, 100).decode().strip() or "killed")
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        ends.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     with open(os.path.join(run_dir, FOLDER, f"{name}.lock"), "ab", opener=storage.open_own) as lock:
         while True:
+            how = word[0] if ends.is_set() else ""
             try:
                 # the worker of a trainer that was killed may still be sending
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,9 +213,8 @@ def main(run_dir: str, name: str, timeout_s: float, answers: int) -> None:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             if how:
                 time.sleep(min(pause, 1.0))
-            elif select.select([0], [], [], pause)[0]:
-                how = os.read(0, 100).decode().strip() or "killed"
-                signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            else:
+                ends.wait(pause)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def settings(run: Path, paths: list[str], steps: int, **changes: Any) -> TrainCo
     return case.settings(
         run, paths, steps=steps, global_batch=8, micro_batch=1, guard=guard,
         checkpoint={"interval": 4, "keep_last": 4, "mode": "thread"}, parallel={"dp_replicate": 2, "dp_shard": 2},
-        watchdog={"least_s": 3, "factor": 6}, out_of_memory="full_checkpointing", replicas={"interval": 3}, **changes,
+        watchdog={"least_s": 6, "factor": 6}, comm={"timeout_s": 60.0},
+        out_of_memory="full_checkpointing", replicas={"interval": 3}, **changes,
     )  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def meet(folder: Path, config: TrainConfig, events: list[dict[str, Any]], spoilt
     began, said, starts, done = time.monotonic(), "", 0, None
     while starts < most:
         starts += 1
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
         said += done.stderr
         if done.returncode >= 0:
             break
