@@ -185,3 +185,16 @@ def test_it_goes_back_no_less_than_the_line_says(
         ledger.append(line.pop("kind"), **line)
     left = case.live(config)
     assert (left.start.kind, left.start.step, left.complete) == ("rollback", step, True)
+
+
+def test_it_does_not_go_back_behind_data_that_were_left_out_by_hand(tmp_path: Path, paths: list[str]) -> None:
+    """Checkpoint 2 is the last good one, and lies before the gap; a run from there would read what was left out."""
+    config = settings(tmp_path / "run", paths, guard={"health_window": 3})
+    case.live(config, factor=at({5: SPIKE}))
+    skips = settings(tmp_path / "run", paths, resume={"step": 4}, data_skip=3, guard={"health_window": 3})
+    case.live(skips, factor=at({8: SPIKE}))  # in step 5
+    with Ledger(tmp_path / "run" / "ledger.jsonl") as ledger:
+        line = {**back(7, 5), "order": ledger.entries[-1].get("order", "")}
+        ledger.append(line.pop("kind"), **line)
+    left = case.live(config)
+    assert (left.start.kind, left.start.step, left.start.data_step) == ("rollback", 4, 7)

@@ -47,6 +47,7 @@ def failed(step: int | None, code: int = 1) -> Attempt:
         pytest.param(9, [failed(None, code=2)], [None], None, id="bad input"),
         pytest.param(9, [failed(7, code=3)], [None], None, id="saved after a signal"),
         pytest.param(9, [Attempt(1, asked=True, step=7)], [None], None, id="asked to end, failed over it"),
+        pytest.param(0, [failed(7, code=4), failed(7, code=4)], [0, 0], None, id="goes back by itself"),
         pytest.param(9, [failed(7, code=137), failed(8, code=134)], [1, 1], None, id="killed"),
     ],
 )

@@ -56,7 +56,8 @@ def writing_stacks(run_dir: str, rank: int) -> Iterator[None]:
         finally:
             faulthandler.disable()
             with suppress(OSError):
-                os.unlink(file)
+                if not os.path.getsize(file):  # else the watchdog has written there
+                    os.unlink(file)
 
 
 def clear(run_dir: str) -> None:
