@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 
-from quern.errors import STOPPED, GoBackError, InputError
+from quern.errors import HUNG, STOPPED, GoBackError, InputError
 from quern.train.processes import launch
 from quern.train.supervision import beats, out_of_memory, tracebacks
 from quern.train.supervision.events import Events
@@ -75,6 +75,7 @@ class Supervisor:
             with launch.started(self._command, environments, self._on_signal) as workers:
                 code = launch.wait(workers) or 0
                 codes = [worker.poll() for worker in workers]
+                code = HUNG if HUNG in codes else code  # the others may have failed of its end
                 launch.abort(workers)
                 failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
             steps = beats.read(file.fileno())
