@@ -43,6 +43,7 @@ from quern.train.config import ParallelConfig, TrainConfig
 from quern.train.flash import check_flash, use_flash
 from quern.train.history.ledger import Ledger
 from quern.train.init_from import check_init_from, starting_checkpoint
+from quern.train.processes import machine
 from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks
 from quern.train.step.by_rank import RankFigures
@@ -186,7 +187,7 @@ def open_trainer(
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
     check_float8(config, precision, ranks.device)
-    _numerics(config.deterministic)
+    machine.set_numerics(config.deterministic)
     together.all_or_raise(lambda: use_flash(config, shape, precision, model.attention, ranks.device))
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
@@ -314,17 +315,6 @@ def _check_attention(config: TrainConfig, precision: Precision, device: str) -> 
         )
     if backend == "varlen" and config.document_mask and precision.compute not in _HALF:
         raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
-
-
-def _numerics(deterministic: bool) -> None:
-    """What torch decides for the whole process. Parts of a BF16 product are summed in FP32 and not in BF16: sums over
-    the tokens of a step are long."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if deterministic:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
-    # else every ``empty`` is filled, of which nothing is read before it is written
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:

@@ -17,6 +17,7 @@ import pytest
 
 from quern.cli.train import ranks
 from quern.config import dump_yaml
+from quern.errors import HUNG
 from quern.train.processes import launch
 from quern.train.supervision import beats, events
 from quern.train.supervision.events import Events
@@ -198,6 +199,15 @@ def test_ranks_are_started_again_until_they_end_well(tmp_path: Path) -> None:
     assert [(row["event"], row["rank"], row["step"], row["restarts"]) for row in read_events(tmp_path)] == [
         ("failed", 1, 1, 1), ("failed", 1, 3, 2),
     ]  # fmt: skip
+
+
+def test_a_hang_is_told_whatever_the_others_end_with(tmp_path: Path) -> None:
+    """They fail of the end of the rank that has told of it, and may be seen first."""
+    code = "import os, time; rank = int(os.environ['RANK']); time.sleep(rank); os._exit((1, 5)[rank])"
+    told = Events(str(tmp_path), None)
+    command = [sys.executable, "-c", code]
+    ended = Supervisor(str(tmp_path), command, 2, Restarts(0), told, lambda line: None)
+    assert ended.run().code == HUNG
 
 
 def test_the_same_step_twice_in_a_row_is_the_end(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What a rank asks of its process before it trains: CUDA's allocator, the cores near its GPU, and when Python collects
-garbage. Allocator and cores are unverified on GPU."""
+"""What a rank asks of its process before it trains: CUDA's allocator, the cores near its GPU, how products are summed,
+and when Python collects garbage. Allocator and cores are unverified on GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind_cores", "collecting", "set_allocator"]
+__all__ = ["bind_cores", "collecting", "set_allocator", "set_numerics"]
 
 log = logging.getLogger(__name__)
 
@@ -92,3 +92,14 @@ def _cores(text: str) -> set[int]:
         low, _, high = part.partition("-")
         cores |= set(range(int(low), int(high or low) + 1))
     return cores
+
+
+def set_numerics(deterministic: bool) -> None:
+    """Set what torch decides for the whole process. Parts of a BF16 product are summed in FP32 and not in BF16: sums over
+    the tokens of a step are long."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if deterministic:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    # else every ``empty`` is filled, of which nothing is read before it is written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
