@@ -95,8 +95,8 @@ def _cores(text: str) -> set[int]:
 
 
 def set_numerics(deterministic: bool) -> None:
-    """Set what torch decides for the whole process. Parts of a BF16 product are summed in FP32 and not in BF16: sums over
-    the tokens of a step are long."""
+    """Set what torch decides for the whole process. Parts of a BF16 product are summed in FP32 and not in BF16: sums
+    over the tokens of a step are long."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if deterministic:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
