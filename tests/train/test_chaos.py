@@ -9,28 +9,35 @@ import pytest
 import torch
 
 from quern.train.checkpoint.format.manifest import list_checkpoints
+from support.remote.s3_server import Server
 from support.train import chaos
 from support.train import run_case as case
 
 STEPS = 40
-KINDS = ("kill", "stop", "raise", "kill all", "damage", "full", "flip", "no memory")
+KINDS = ("kill", "stop", "raise", "lose", "damage", "full", "flip", "no memory")
 
 
 @pytest.mark.long
-def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path) -> None:
+def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path, server: Server) -> None:
+    """And uploads that are cut off. All windows are told as they were taken, and all of the time is accounted for."""
     paths = case.write_corpus(tmp_path / "data", {"web": 200, "code": 90})
     spoilt = [17]
     skips = {"guard": {"non_finite": "skip"}}
     plain = chaos.meet(tmp_path / "one", chaos.settings(tmp_path / "plain", paths, STEPS, **skips), [], spoilt)
     assert (plain.code, plain.starts) == (0, 1), plain.said
     events = chaos.drawn(41, KINDS, STEPS)
-    met = chaos.meet(tmp_path / "two", chaos.settings(tmp_path / "run", paths, STEPS), events, spoilt)
+    config = chaos.settings(tmp_path / "run", paths, STEPS, server.url)
+    chaos.cut_uploads(41, 3, server)
+    met = chaos.meet(tmp_path / "two", config, events, spoilt, server)
     assert met.code == 0, met.said
     assert len(list((tmp_path / "two" / "marks").iterdir())) == len(KINDS), met.said
     assert list_checkpoints(str(tmp_path / "run"))[-1].step == STEPS
     expected, found = chaos.weights(tmp_path / "plain"), chaos.weights(tmp_path / "run")
     assert expected.keys() == found.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert chaos.wrong_exposures(met, config, STEPS, spoilt) == []
+    assert chaos.account_gap(met.run) < 0.01
+    assert server.proxy.struck("cut request") == 3
     told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert {row["event"] for row in told} == {"failed", "goes_back"}
     assert spoilt in [entry["leave_out"] for entry in case.ledger(tmp_path / "run") if entry["kind"] == "back"]

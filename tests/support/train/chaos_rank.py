@@ -1,7 +1,8 @@
 """``quern.train`` as a rank that meets faults, each once: ``chaos_rank.py PLAN CONFIG``.
 
 PLAN is JSON: ``folder`` for marks of what has happened, and ``events``, each with ``kind``, ``step``, ``rank`` and
-``place``, the method of the trainer that is entered when it happens.
+``place``, the method of the trainer that is entered when it happens. Each life writes the batches that it takes to
+``taken`` beside the marks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from typing import Any
 import torch
 
 from quern.train import __main__ as program
+from quern.train.batches.feed import Feed
+from quern.train.batches.loader import Loader
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.checkpoint.save.work import Work
+from quern.train.checkpoint.store.store import Store
 from quern.train.processes import launch
 from quern.train.trainer import Trainer
 from support.damage import flip as damage_file
@@ -63,8 +67,23 @@ def full(trainer: Trainer) -> None:
     Work.write = refuse  # type: ignore[method-assign]
 
 
+def lose(trainer: Trainer) -> None:
+    """Who gives the command again removes the run's checkpoints before, and a file of the newest in the store."""
+    Path(os.environ["CHAOS_LOST"]).touch()
+    kill_all(trainer)
+
+
 def slow(trainer: Trainer) -> None:
-    time.sleep(0.5)
+    """This rank's steps take twice as long from now on, until it ends."""
+    plain = Trainer.forward_backward
+
+    def slower(self: Trainer, batch: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        loss = plain(self, batch)
+        time.sleep(time.perf_counter() - began)
+        return loss
+
+    Trainer.forward_backward = slower  # type: ignore[method-assign]
 
 
 def no_memory(trainer: Trainer) -> None:
@@ -82,7 +101,7 @@ def flip(trainer: Trainer) -> None:
 
 KINDS: dict[str, Callable[[Trainer], None]] = {
     "kill": kill, "stop": stop, "raise": fail, "kill all": kill_all, "damage": damage, "full": full, "slow": slow,
-    "no memory": no_memory, "flip": flip,
+    "no memory": no_memory, "flip": flip, "lose": lose,
 }  # fmt: skip
 
 
@@ -92,11 +111,19 @@ def meet(plan: dict[str, Any], place: str) -> None:
     def faulty(self: Trainer, first: Any, *rest: Any) -> Any:
         step = first if isinstance(first, int) else first.data_step  # no data is skipped here
         for number, event in enumerate(plan["events"]):
-            if (event["place"], event["step"], event["rank"]) == (place, step, self.ranks.rank) and _once(plan, number):
-                KINDS[event["kind"]](self)
+            if (event["place"], event["rank"]) == (place, self.ranks.rank) and _due(self, event, step):
+                if _once(plan, number):
+                    KINDS[event["kind"]](self)
         return plain(self, first, *rest)
 
     setattr(Trainer, place, faulty)
+
+
+def _due(trainer: Trainer, event: dict[str, Any], step: int) -> bool:
+    if event["kind"] != "lose" or step < event["step"]:
+        return bool(step == event["step"])
+    assert trainer.config.checkpoint.store is not None
+    return len(Store(trainer.config.checkpoint.store).checkpoints()) > 1  # there must be one to go on from
 
 
 def _once(plan: dict[str, Any], number: int) -> bool:
@@ -121,11 +148,36 @@ def spoil(steps: list[int]) -> None:
     Trainer.clip = spoilt  # type: ignore[method-assign]
 
 
+def record(folder: Path) -> None:
+    """Write what each step takes: its data step, and (source, epoch, window) of this rank's share, with the time."""
+    folder.mkdir(exist_ok=True)
+    made, taken = Loader.take, Feed.take
+    given: dict[int, list[tuple[int, int, int]]] = {}
+
+    def make(self: Loader, data_step: int) -> Any:
+        batch = made(self, data_step)
+        given[data_step] = [
+            (int(source), int(epoch), int(window))
+            for micro in batch.micro_batches
+            for source, epoch, window in zip(micro.sources, micro.epochs, micro.windows, strict=True)
+        ]
+        return batch
+
+    def take(self: Feed, data_step: int) -> Any:
+        batch = taken(self, data_step)
+        with open(folder / f"{os.environ['RANK']}-{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps([time.time(), data_step, given[data_step]]) + "\n")
+        return batch
+
+    Loader.take, Feed.take = make, take  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
         given = json.load(file)
     for name in PLACES:
         meet(given, name)
     spoil(given["spoilt"])
+    record(Path(given["folder"]).with_name("taken"))
     launch.end_with_launcher()
     program.leave(program.main(sys.argv[2:]))
