@@ -1,92 +1,140 @@
 """How a training run of four ranks fares among faults: ends, weights, detection, restarts, goodput.
 
-    python benchmarks/chaos_training.py [--seeds 10] [--events 20] [--steps 120]
+    python benchmarks/chaos_training.py [--seeds 10] [--first 0] [--events 20] [--steps 200]
 
-Each seed draws as many faults as said out of: a rank killed, stopped, failing; the whole process tree killed; a file of
-the newest checkpoint damaged; a full disk; a bit flipped in one replica; a slow step; memory that runs out. Two batches
-give gradients that are not finite. The run is HSDP 2 × 2 on this machine's CPU, and is compared, bit by bit, with one
-that met nothing but these batches and skipped them. Prints a table; exit code 1 where a run did not end, or ended with
-other weights.
+Each seed draws as many faults as said out of: a rank killed, stopped, failing; the whole process tree killed, once also
+with the loss of the disk and of a file in the store; a file of the newest checkpoint damaged; a full disk; a bit
+flipped in one replica; a rank that is twice as slow; memory that runs out; three uploads cut off. Two batches give gradients
+that are not finite. The run is HSDP 2 × 2 on this machine's CPU with an S3 server on loopback, and is compared, bit by
+bit, with one that met nothing but these batches and skipped them. Prints tables; exit code 1 where a run did not end,
+ended with other weights, or told of a window or of its time what was not so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from support.remote import s3_server
 from support.train import chaos
 from support.train import run_case as case
 
-KINDS = ("kill", "stop", "raise", "kill all", "damage", "full", "flip", "slow", "no memory")
+KINDS = ("kill", "stop", "raise", "kill all", "lose", "damage", "full", "flip", "slow", "no memory")
 GOODPUT = re.compile(r"goodput ([\d.]+)%")
 
 
 def kinds(count: int) -> list[str]:
-    """As many, each kind as often as any other; memory runs out once, for then all is recomputed."""
-    often = [kind for kind in KINDS if kind != "no memory"]
-    return ["no memory", *(often[number % len(often)] for number in range(count - 1))]
+    """As many, each kind as often as any other; but memory runs out once, for then all is recomputed, and the disk is
+    lost once."""
+    once = ["no memory", "lose"]
+    often = [kind for kind in KINDS if kind not in once]
+    return [*once, *(often[number % len(often)] for number in range(count - len(once)))]
+
+
+def moment(row: dict[str, Any]) -> float:
+    """Seconds since 1970."""
+    return datetime.fromisoformat(row["time"]).timestamp()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def restarts(run: Path) -> list[float]:
     """Seconds from each end of a start that the launcher saw to the first step's line of the next."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [datetime.fromisoformat(row["time"]) for row in rows if row["kind"] == "step"]
-    ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    steps = [moment(row) for row in rows(run / "metrics.jsonl") if row["kind"] == "step"]
     found = []
-    for end in ends:
-        at = datetime.fromisoformat(end["time"])
-        after = [step for step in steps if step > at]
+    for end in rows(run / "events.jsonl"):
+        after = [step for step in steps if step > moment(end)]
         if after and end["starts_again_in_s"] is not None:
-            found.append((min(after) - at).total_seconds())
+            found.append(min(after) - moment(end))
     return found
+
+
+def noticed(met: chaos.Chaos, events: list[dict[str, Any]]) -> Iterator[tuple[str, float, bool]]:
+    """Of each fault that must be told, after how many seconds it was, and whether its rank was named; infinite: never.
+    Another fault may end the run before one is told: then it has gone with that start, and is left out."""
+    ends, entries = rows(met.run / "events.jsonl"), rows(met.run / "ledger.jsonl")
+    for mark in sorted((met.folder / "marks").iterdir(), key=lambda file: file.stat().st_mtime):
+        event, at = events[int(mark.name)], mark.stat().st_mtime
+        after = [end for end in ends if moment(end) >= at - 0.01]
+        if event["kind"] in ("kill", "damage", "raise", "stop", "no memory"):
+            end = after[0] if after else None
+            yield event["kind"], moment(end) - at if end else math.inf, bool(end and end["rank"] == event["rank"])
+        elif event["kind"] in ("flip", "full"):
+            kind = {"flip": "corrupt", "full": "checkpoint_failed"}[event["kind"]]
+            told = [row for row in entries if row["kind"] == kind and moment(row) >= at - 0.01]
+            if told and not (after and moment(after[0]) < moment(told[0]) - 1):
+                yield event["kind"], moment(told[0]) - at, kind != "corrupt" or event["rank"] in told[0]["ranks"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--events", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=200)
     given = parser.parse_args()
-    wrong, waits, told = 0, [], defaultdict(list)
-    print("| seed | faults met | starts of the command | seconds | weights | goodput | restarts, median |")
-    print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    wrong, waits, told, seen = 0, [], defaultdict(list), defaultdict(list)
+    print("| seed | faults met | starts of the command | seconds | weights | windows told wrong | account's gap "
+          "| goodput | restarts, median |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name, s3_server.serve() as port:
         folder = Path(name)
-        paths = case.write_corpus(folder / "data", {"web": 400, "code": 150})
-        for seed in range(given.seeds):
+        paths = case.write_corpus(folder / "data", {"web": 700, "code": 250})
+        for seed in range(given.first, given.first + given.seeds):
             spoilt = [given.steps // 3, given.steps // 2]
             one, two = folder / f"{seed}-plain", folder / f"{seed}-run"
             skips = {"guard": {"non_finite": "skip"}}
             plain = chaos.meet(one / "at", chaos.settings(one / "run", paths, given.steps, **skips), [], spoilt)
             events = chaos.drawn(seed, kinds(given.events), given.steps)
-            met = chaos.meet(two / "at", chaos.settings(two / "run", paths, given.steps), events, spoilt)
-            equal = False
-            if plain.code == met.code == 0:
-                first, second = chaos.weights(plain.run), chaos.weights(met.run)
-                equal = all(torch.equal(value, second[key]) for key, value in first.items())
-            wrong += not equal
+            with s3_server.bucket(port) as server:
+                config = chaos.settings(two / "run", paths, given.steps, server.url)
+                chaos.cut_uploads(seed, 3, server)
+                met = chaos.meet(two / "at", config, events, spoilt, server)
+            if plain.code or met.code:
+                print(f"| {seed} | exit codes {plain.code}, {met.code} | {met.said.splitlines()[-1:]} |", flush=True)
+                wrong += 1
+                continue
+            first, second = chaos.weights(plain.run), chaos.weights(met.run)
+            equal = all(torch.equal(value, second[key]) for key, value in first.items())
+            windows = chaos.wrong_exposures(met, config, given.steps, spoilt)
+            gap = chaos.account_gap(met.run)
+            wrong += not equal or bool(windows) or gap >= 0.01
             own = restarts(met.run)
             waits += own
             for kind, count in Counter(entry["kind"] for entry in case.ledger(met.run)).items():
                 told[kind].append(count)
+            for kind, seconds, named in noticed(met, events):
+                seen[kind].append((seconds, named))
             share = GOODPUT.findall(met.said)
             marks = len(list((two / "at" / "marks").iterdir()))
-            verdict = "bitwise equal" if equal else f"DIFFER (exit code {met.code})"
-            last = f"{share[-1]} %" if share else "–"
-            again = f"{len(own)}, {median(own):.1f} s"
-            cells = [seed, f"{marks} of {len(events)}", met.starts, f"{met.seconds:.0f}", verdict, last, again]
+            cells = [
+                seed, f"{marks} of {len(events)}", met.starts, f"{met.seconds:.0f}",
+                "bitwise equal" if equal else "DIFFER", len(windows), f"{gap:.2%}",
+                f"{share[-1]} %" if share else "–", f"{len(own)}, {median(own):.1f} s",
+            ]  # fmt: skip
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    print("\n| fault | times | seconds until it was told, median | longest | its rank was named |")
+    print("|---|---|---|---|---|")
+    for kind, found in sorted(seen.items()):
+        times = [seconds for seconds, _ in found]
+        right = sum(named for _, named in found)
+        print(f"| {kind} | {len(found)} | {median(times):.1f} | {max(times):.1f} | {right} |")
     print(f"\n{len(waits)} restarts, from the end of all ranks to the next step's line:", end=" ")
     print(f"median {median(waits):.1f} s, longest {max(waits):.1f} s")
     lines = [f"{kind} {median(counts):.0f}" for kind, counts in sorted(told.items())]

@@ -59,7 +59,8 @@ def settings(run: Path, paths: list[str], steps: int, store: str | None = None, 
     guard = {"health_window": 2, "non_finite": "rollback_and_skip", **changes.pop("guard", {})}
     return case.settings(
         run, paths, steps=steps, global_batch=8, micro_batch=1, guard=guard,
-        checkpoint={"interval": 4, "keep_last": 4, "mode": "thread", "store": store}, parallel={"dp_replicate": 2, "dp_shard": 2},
+        checkpoint={"interval": 4, "keep_last": 4, "mode": "thread", "store": store},
+        parallel={"dp_replicate": 2, "dp_shard": 2},
         watchdog={"least_s": 6, "factor": 6}, comm={"timeout_s": 60.0},
         out_of_memory="full_checkpointing", replicas={"interval": 3}, **changes,
     )  # fmt: skip

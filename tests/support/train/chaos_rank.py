@@ -111,9 +111,9 @@ def meet(plan: dict[str, Any], place: str) -> None:
     def faulty(self: Trainer, first: Any, *rest: Any) -> Any:
         step = first if isinstance(first, int) else first.data_step  # no data is skipped here
         for number, event in enumerate(plan["events"]):
-            if (event["place"], event["rank"]) == (place, self.ranks.rank) and _due(self, event, step):
-                if _once(plan, number):
-                    KINDS[event["kind"]](self)
+            here = (event["place"], event["rank"]) == (place, self.ranks.rank)
+            if here and _due(self, event, step) and _once(plan, number):
+                KINDS[event["kind"]](self)
         return plain(self, first, *rest)
 
     setattr(Trainer, place, faulty)
