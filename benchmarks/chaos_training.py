@@ -4,7 +4,7 @@
 
 Each seed draws as many faults as said out of: a rank killed, stopped, failing; the whole process tree killed, once also
 with the loss of the disk and of a file in the store; a file of the newest checkpoint damaged; a full disk; a bit
-flipped in one replica; a rank that is twice as slow; memory that runs out; three uploads cut off. Two batches give gradients
+flipped in one replica; a rank twice as slow; memory that runs out; three uploads cut off. Two batches give gradients
 that are not finite. The run is HSDP 2 × 2 on this machine's CPU with an S3 server on loopback, and is compared, bit by
 bit, with one that met nothing but these batches and skipped them. Prints tables; exit code 1 where a run did not end,
 ended with other weights, or told of a window or of its time what was not so.
