@@ -117,7 +117,7 @@ def test_compiled_blocks_round_to_float8_as_eager_ones_do() -> None:
     assert torch._inductor.config.eager_numerics.division_rounding
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @functorch_config.patch(activation_memory_budget=1.0)  # set back at the end
 def test_a_memory_budget_bounds_what_compiled_blocks_keep() -> None:
     """Kept are at least a block's inputs, which the budget does not count."""

@@ -230,7 +230,7 @@ def load(folder: str, plan: MeshPlan, moments: str, key: int, rounded: bool) -> 
     return wrong, told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_moments_load_into_any_layout_and_into_the_other_type(kept_ranks: Any, tmp_path: Path) -> None:
     """BF16 from FSDP2 into ``tp`` and one rank, and into FP32 exactly; FP32 into BF16 rounded to nearest."""
     shards, split, alone = MeshPlan(dp_shard=2), MeshPlan(tp=2), MeshPlan()

@@ -307,6 +307,7 @@ def test_compiled_by_inductor_it_gives_the_same_numbers(scaling):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.long
 def test_compiled_tensorwise_looks_for_each_largest_magnitude_once() -> None:
     """Of input, weight and gradient: three in a forward and backward of five uses. From 2.14 on torch merges nothing
     that backward repeats of forward, and computes it beside forward."""

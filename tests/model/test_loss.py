@@ -295,7 +295,7 @@ def test_a_split_vocabulary_with_large_logits():
     torch.testing.assert_close(found[0][0].double(), expected.detach(), rtol=1e-6, atol=0)  # 23 float32 terms
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_compiled_loss_is_that_of_all_logits(compiler: str) -> None:
     """Inductor's kernels hold no second matrix of a chunk's logits."""
     z_loss = 1e-2

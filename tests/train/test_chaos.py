@@ -41,3 +41,26 @@ def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path, serve
     told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert {row["event"] for row in told} == {"failed", "goes_back"}
     assert spoilt in [entry["leave_out"] for entry in case.ledger(tmp_path / "run") if entry["kind"] == "back"]
+
+
+@pytest.mark.long
+def test_three_ranks_go_on_where_four_were(tmp_path: Path) -> None:
+    """The third cannot train any more after two failures in a row; the others take over its part of all, also of the
+    weights and moments of the checkpoint, and of each global batch."""
+    paths = case.write_corpus(tmp_path / "data")
+    changes = {
+        "precision": "fp64", "global_batch": 12, "micro_batch": 1, "steps": 12, "checkpoint": {"interval": 4},
+        "parallel": {"dp_shard": None},
+    }  # fmt: skip
+    plain = chaos.meet(tmp_path / "one", case.settings(tmp_path / "plain", paths, **changes), [], [])
+    events = [{"kind": "broken", "step": 7, "rank": 2, "place": "clip"}]
+    config = case.settings(tmp_path / "run", paths, **changes)
+    met = chaos.meet(tmp_path / "two", config, events, [], least=3)
+    assert (plain.code, met.code) == (0, 0), met.said
+    assert "goes on without" in met.said
+    started = [entry for entry in case.ledger(met.run) if entry["kind"] in ("start", "resume")]
+    assert [entry["step"] for entry in started] == [0, 4, 4]
+    expected, found = chaos.weights(plain.run), chaos.weights(met.run)
+    assert expected.keys() == found.keys()
+    apart = {name: float((found[name] - value).abs().max()) for name, value in expected.items()}
+    assert 0 < max(apart.values()) < 1e-10, apart

@@ -19,6 +19,7 @@ from support.train import run_case as case
 from support.train.exposures import exposures
 
 NAN, SPIKE = float("nan"), 1e4
+LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +50,17 @@ def until_it_ends(config: TrainConfig, factors: dict[int, float]) -> tuple[case.
 @pytest.mark.parametrize(
     ("guard", "factors", "out", "to"),
     [
-        pytest.param({"spike": "rollback_and_skip"}, {6: SPIKE}, [6], 4, id="spike"),
+        pytest.param({"spike": "rollback_and_skip"}, {6: SPIKE}, [6], 4, id="spike", marks=LONG),
         pytest.param({"non_finite": "rollback_and_skip"}, {7: NAN}, [7], 4, id="not finite"),
-        pytest.param({"spike": "rollback_and_skip", "rollback_steps": 3}, {6: SPIKE}, [4, 5, 6], 4, id="and before"),
-        pytest.param({"spike": "rollback_and_skip", "health_window": 9}, {6: SPIKE}, [6], 6, id="none is good"),
-        pytest.param({"spike": "rollback_and_skip", "min_history": 4}, {5: SPIKE, 7: SPIKE}, [5, 7], 2, id="twice"),
+        pytest.param(
+            {"spike": "rollback_and_skip", "rollback_steps": 3}, {6: SPIKE}, [4, 5, 6], 4, id="and before", marks=LONG
+        ),
+        pytest.param(
+            {"spike": "rollback_and_skip", "health_window": 9}, {6: SPIKE}, [6], 6, id="none is good", marks=LONG
+        ),
+        pytest.param(
+            {"spike": "rollback_and_skip", "min_history": 4}, {5: SPIKE, 7: SPIKE}, [5, 7], 2, id="twice", marks=LONG
+        ),
     ],
 )
 def test_it_ends_with_the_weights_of_a_run_that_skips(
@@ -76,6 +83,7 @@ def test_it_ends_with_the_weights_of_a_run_that_skips(
     assert {entry["reason"] for entry in skipped} == {"left_out"}
 
 
+@LONG
 def test_without_a_checkpoint_it_starts_over(tmp_path: Path, paths: list[str]) -> None:
     config = settings(tmp_path / "run", paths, guard={"spike": "rollback_and_skip"}, checkpoint={"interval": 0})
     left, _ = until_it_ends(config, {6: SPIKE})
@@ -172,7 +180,11 @@ def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("good", "before", "step"), [(True, 5, 2), (False, 5, 4), (False, 3, 2), (True, 9, 6), (True, 1, 0)]
+    ("good", "before", "step"),
+    [
+        (True, 5, 2), (True, 1, 0),
+        *(pytest.param(*case, marks=LONG) for case in [(False, 5, 4), (False, 3, 2), (True, 9, 6)]),
+    ],  # fmt: skip
 )
 def test_it_goes_back_no_less_than_the_line_says(
     tmp_path: Path, paths: list[str], good: bool, before: int, step: int

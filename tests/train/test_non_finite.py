@@ -79,7 +79,8 @@ def test_a_step_that_is_finite_when_computed_again_says_so(tmp_path: Path, paths
     assert last["not_finite"] == dict.fromkeys(("grad_norm", *last["layers"]), "nan")
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param(FLOAT8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [{}, FLOAT8])
 def test_the_search_changes_no_bit(tmp_path: Path, paths: list[str], changes: dict[str, Any]) -> None:
     on, off = (
         CASE.train(str(tmp_path / name), paths, {**changes, **own}, "blocks.1.ffn.w2", "backward")["state"]

@@ -36,7 +36,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("policy", "fits", "times"),
     [
-        ("full_checkpointing", lambda config: config.activation_checkpointing == "full", 1),
+        pytest.param(
+            "full_checkpointing", lambda config: config.activation_checkpointing == "full", 1, marks=pytest.mark.long
+        ),
         ("halve_micro_batch", lambda config: config.micro_batch == 1, 2),
     ],
 )

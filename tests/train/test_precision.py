@@ -183,6 +183,7 @@ def test_a_run_in_half_precision_stays_close_to_float32(tmp_path, paths, float32
         assert apart < (0.05 if precision == "bf16" else 0.01), name
 
 
+@pytest.mark.long
 def test_a_run_with_moments_and_gradients_in_bf16_learns_as_in_float32(tmp_path, paths, float32, caplog):
     """Within 3 % at every step; and a run takes up either type's checkpoints."""
     kept = {"lr": 1e-2, "moments": "bf16", "gradients": "bf16"}

@@ -69,7 +69,7 @@ def run_with(tmp_path: Path, nproc: int, place: str, rank: int, fault: str) -> s
     [
         pytest.param(
             2, "forward_backward", 1, HANGS, r"rank 1: hangs: rank 1 does not get further than data of step 3 on",
-            id="before the forward pass",
+            id="before the forward pass", marks=pytest.mark.long,
         ),
         pytest.param(
             4, "clip", 1, STOPS, r"rank 1: hangs: rank 1 does not answer, and the others wait in \w+ of step [34]",

@@ -33,10 +33,10 @@ import os, sys
 from quern.cli.train import ranks
 from quern.train.init_from import load_run_config
 
-python, program, plan, config = sys.argv[1:]
+python, program, plan, config, least = sys.argv[1:]
 os.environ["CHAOS_LAUNCHER"] = str(os.getpid())
 ranks.module = lambda *_: [python, program, plan, config]
-sys.exit(ranks.supervise(load_run_config(config, ()), config, [], 4, 40))
+sys.exit(ranks.supervise(load_run_config(config, ()), config, [], 4, 40, int(least)))
 """
 PLACES = ("forward_backward", "clip", "update", "save_if_due")
 
@@ -79,16 +79,17 @@ def drawn(seed: int, kinds: Sequence[str], steps: int) -> list[dict[str, Any]]:
 
 def meet(
     folder: Path, config: TrainConfig, events: list[dict[str, Any]], spoilt: list[int], server: Server | None = None,
-    most: int = 9,
+    most: int = 9, least: int = 4,
 ) -> Chaos:  # fmt: skip
-    """Give the same command until it ends by itself, as a batch system would; ``server`` has the run's store."""
+    """Give the same command until it ends by itself, as a batch system would; ``server`` has the run's store, and
+    ``least`` ranks are enough."""
     marks, lost = folder / "marks", folder / "lost"
     marks.mkdir(parents=True, exist_ok=True)
     plan, file = folder / "plan.json", folder / "config.yaml"
     plan.write_text(json.dumps({"folder": str(marks), "events": events, "spoilt": spoilt}))
     file.write_text(dump_yaml(config))
     program = Path(__file__).with_name("chaos_rank.py")
-    command = [python(), "-c", LAUNCHER, python(), str(program), str(plan), str(file)]
+    command = [python(), "-c", LAUNCHER, python(), str(program), str(plan), str(file), str(least)]
     tests = str(Path(__file__).parents[2])
     paths = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

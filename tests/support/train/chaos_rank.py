@@ -44,6 +44,12 @@ def fail(trainer: Trainer) -> None:
     raise ZeroDivisionError("by this rank")
 
 
+def broken(trainer: Trainer) -> None:
+    """This rank's device fails whenever it is used by four."""
+    if trainer.ranks.world == 4:
+        raise ZeroDivisionError("of this device")
+
+
 def kill_all(trainer: Trainer) -> None:
     os.kill(int(os.environ["CHAOS_LAUNCHER"]), signal.SIGKILL)
     time.sleep(60)  # it ends with the launcher
@@ -101,7 +107,7 @@ def flip(trainer: Trainer) -> None:
 
 KINDS: dict[str, Callable[[Trainer], None]] = {
     "kill": kill, "stop": stop, "raise": fail, "kill all": kill_all, "damage": damage, "full": full, "slow": slow,
-    "no memory": no_memory, "flip": flip, "lose": lose,
+    "no memory": no_memory, "flip": flip, "lose": lose, "broken": broken,
 }  # fmt: skip
 
 
@@ -112,7 +118,7 @@ def meet(plan: dict[str, Any], place: str) -> None:
         step = first if isinstance(first, int) else first.data_step  # no data is skipped here
         for number, event in enumerate(plan["events"]):
             here = (event["place"], event["rank"]) == (place, self.ranks.rank)
-            if here and _due(self, event, step) and _once(plan, number):
+            if here and _due(self, event, step) and (_once(plan, number) or event["kind"] == "broken"):
                 KINDS[event["kind"]](self)
         return plain(self, first, *rest)
 

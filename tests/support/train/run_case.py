@@ -47,6 +47,7 @@ def settings(run_dir: Path | str, paths: list[str], **changes: Any) -> TrainConf
         "data": [{"path": p, "weight": w, "max_epochs": 100} for p, w in zip(paths, (3, 1), strict=False)],
         "model": MODEL, "seq_len": 32, "global_batch": 8, "micro_batch": 4, "steps": STEPS, "seed": 5,
         "precision": "fp32", "device": "cpu", "optimizer": {"lr": 0.01}, "schedule": {"warmup": 3},
+        "process": {"gc_interval": 0},
         "guard": {"window": 8, "min_history": 4}, "checkpoint": {"interval": 0, "keep_last": 20, "mode": "sync"},
         "validation": {"interval": 0, "windows": 3}, "metrics": {"tensorboard": False, "live": False},
     }  # fmt: skip
