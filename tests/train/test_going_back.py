@@ -182,9 +182,10 @@ def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("good", "before", "step"),
     [
-        (True, 5, 2), (True, 1, 0),
+        (True, 5, 2),
+        (True, 1, 0),
         *(pytest.param(*case, marks=LONG) for case in [(False, 5, 4), (False, 3, 2), (True, 9, 6)]),
-    ],  # fmt: skip
+    ],
 )
 def test_it_goes_back_no_less_than_the_line_says(
     tmp_path: Path, paths: list[str], good: bool, before: int, step: int
