@@ -53,10 +53,32 @@ def shard(
 
 
 def replicate(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-    """DDP whose buckets are summed, not averaged. Weights must be allocated, and the same on every rank."""
+    """DDP whose buckets are summed, not averaged. Weights must be allocated, and the same on every rank.
+
+    DDP forms its buckets anew after the first backward pass, by the order in which gradients came; and where in a
+    bucket an element lies decides in which order three or more ranks are added. That backward pass is one of zeros, so
+    that all steps have the same buckets, also the first after a resume.
+    """
     wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(group, _sum_bucket)
+    wrapped.module = _Zero([parameter for parameter in model.parameters() if parameter.requires_grad])
+    wrapped().backward()
+    with wrapped.no_sync():
+        wrapped()  # here it forms them
+    wrapped.module = model
+    wrapped.zero_grad(set_to_none=True)
     return wrapped
+
+
+class _Zero(nn.Module):
+    """A loss of zero, whose gradients come last parameter first, about as those of a model do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters_of_model = parameters  # a plain list: they stay the model's
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([0.0 * parameter.sum(dtype=torch.float32) for parameter in self.parameters_of_model]).sum()
 
 
 # its annotations must be the types themselves (DDP compares them): no postponed evaluation in this file

@@ -21,7 +21,6 @@ from quern.parallel.clip import local_part
 from quern.parallel.gradients import Gradients
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.processes.ranks import Ranks
-from quern.train.report.history import open_run
 from quern.train.setup import check_settings
 from quern.train.supervision.replicas import Replicas, check_replicas, odd_ranks
 from support.train import run_case as case
@@ -225,13 +224,11 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
         assert own["step"] == after
         assert own["since"] == max(3, (after - 1) // interval * interval)
         assert own["tensors"][0].startswith(tensor.split(" ")[0])
-    if name not in ("HSDP", "TP"):
+    if name == "DDP + TP":
         return
     assert kept_ranks(life, world, file, None, tensor, bit) == [0] * world
     assert [entry["step"] for entry in lines(run) if entry["kind"] in ("rollback", "end")] == [3, case.STEPS]
-    left, _ = open_run(str(run)).attempts
-    assert left.ended == f"left after step {corrupt[0]['step']}: its weights were corrupt"
-    if name == "HSDP":
+    if name != "TP":
         other, undisturbed = write(tmp_path, "undisturbed", paths, parallel=parallel)
         assert kept_ranks(life, world, other, None, tensor, bit) == [0] * world
         assert weights(run) == weights(undisturbed)
