@@ -12,6 +12,9 @@ STOPPED = 3
 #: Exit code of a training run in which a rank hung.
 HUNG = 5
 
+#: Exit code of a training run that was saved and left, as a GPU of it is failing.
+FAILING = 6
+
 #: The file name of an error of standard output.
 STDOUT = "standard output"
 
@@ -44,6 +47,12 @@ class GoBackError(QuernError):
     """The weights are to be left: the next start of the run goes back to an earlier checkpoint. Exit code 4."""
 
     exit_code = 4
+
+
+class DeviceError(QuernError):
+    """A GPU is failing; the run has been saved. Exit code 6."""
+
+    exit_code = FAILING
 
 
 def one_line(error: BaseException, chars: int = 300) -> str:

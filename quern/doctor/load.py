@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from quern import storage
-from quern.doctor.gpus import open_nvml, watched
 from quern.doctor.machine import cpu_model
 from quern.errors import InputError
 from quern.model.float8.product import available
@@ -23,6 +22,8 @@ from quern.model.float8.recipe import Recipe
 from quern.train.config import TrainConfig
 from quern.train.flash import check_flash, use_flash
 from quern.train.processes.address import is_loopback
+from quern.train.processes.gpus import open_nvml, watched
+from quern.train.processes.machine import pci_address
 from quern.train.processes.ranks import choose_device
 from quern.train.profiling.ceilings import copy_ceiling, float8_ceiling, gemm_ceiling
 from quern.train.setup import check_float8
@@ -83,9 +84,8 @@ def _load(device: torch.device, name: str, repeats: int, nvml: Any) -> Told:
         torch.cuda.set_device(device)  # events are of the current one
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        found: Any = torch.cuda.get_device_properties(device)
         if nvml is not None:
-            watch = watched(nvml, f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+            watch = watched(nvml, pci_address(device))
     sizes = {torch.bfloat16: 8192, torch.float16: 8192, torch.float32: 4096} if cuda else {torch.float32: 512}
     with watch as state:
         for dtype, size in sizes.items():

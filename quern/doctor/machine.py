@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from quern import __version__, storage
-from quern.doctor.gpus import MISSING, open_nvml, system
 from quern.errors import QuernError, one_line
+from quern.train.processes.gpus import MISSING, open_nvml, system
 from quern.words import shorten, size
 
 __all__ = ["cpu_model", "measure"]

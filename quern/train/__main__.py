@@ -1,8 +1,8 @@
 """``torchrun … -m quern.train CONFIG [key=value …]``, and ``python -m quern.train`` for one process.
 
 Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved, 4 the
-same command goes back to an earlier checkpoint (one process does so at once), 5 a rank hung. A rank ends when its
-launcher, torchrun or quern train, has ended.
+same command goes back to an earlier checkpoint (one process does so at once), 5 a rank hung, 6 a GPU is failing. A rank
+ends when its launcher, torchrun or quern train, has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ usage: torchrun … -m quern.train CONFIG [key=value …]
 CONFIG is a YAML file (configs/ has ready ones); key=value overrides it, dotted: model.preset=125M. The same command
 goes on with a run where it was left. quern train has --dry-run and --nproc besides.
 Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved, 4 the
-same command goes back to an earlier checkpoint, 5 a rank hung."""
+same command goes back to an earlier checkpoint, 5 a rank hung, 6 a GPU is failing and a checkpoint was saved."""
 
 
 def train(config: TrainConfig) -> int:

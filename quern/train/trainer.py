@@ -22,7 +22,6 @@ from quern.train.checkpoint.save.async_save import Progress
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.scheduler import CheckpointScheduler
 from quern.train.config import TrainConfig
-from quern.train.history.back import LEFT_OUT
 from quern.train.history.health import HealthTracker
 from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
@@ -42,6 +41,7 @@ from quern.train.step.schedule import learning_rate, share_after_spikes
 from quern.train.step.validation import Validator
 from quern.train.supervision import beats
 from quern.train.supervision.back import GoingBack
+from quern.train.supervision.device_watch import DeviceWatch
 from quern.train.supervision.replicas import Replicas
 from quern.train.supervision.stragglers import Stragglers
 from quern.train.supervision.watchdog import Watchdog
@@ -106,6 +106,7 @@ class Trainer(Closes):
     """Of the step's gradients, where the optimizer clips them."""
     back: GoingBack = field(init=False)
     watchdog: Watchdog = field(init=False)
+    device_watch: DeviceWatch = field(init=False)
     saves: CheckpointScheduler = field(init=False)
     replicas: Replicas = field(init=False)
     _mark: Mark = field(init=False)
@@ -118,6 +119,7 @@ class Trainer(Closes):
         self._spikes = [*self.start.spikes]
         self.back = GoingBack(self.config, self.start.mixture.order.hash, self.start.backs, self.ledger, self.ranks)
         self.watchdog = Watchdog(self.config, self.ranks, self.start.step)
+        self.device_watch = DeviceWatch(self.config.device_check_s, self.ranks)
         entries = [] if self.ledger is None else self.ledger.entries
         health = HealthTracker.from_ledger(entries, self.config.guard.health_window)
         self.saves = CheckpointScheduler(
@@ -131,11 +133,12 @@ class Trainer(Closes):
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.saves.prepare(self._everything())
         self.start_loop()
-        interval = self.config.process.gc_interval
         free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
         asks = self.forensics.request if self.config.forensics.window and free else None
-        listening = launch.listening(self.asked_to_stop, asks)
-        with listening, self.profiler, collecting(interval) as collect, beats.telling() as tell, self.watchdog:
+        with (
+            launch.listening(self.asked_to_stop, asks), self.profiler, self.watchdog, self.device_watch,
+            collecting(self.config.process.gc_interval) as collect, beats.telling() as tell,
+        ):  # fmt: skip
             for step in self.steps():
                 tell(step)
                 self.train_step(step)
@@ -195,8 +198,9 @@ class Trainer(Closes):
         self.by_rank.wait()
         self.parallel.gradients.finish()
         save = self.saves.progress()
+        stop = self._signal or self.device_watch.failing is not None
         mine = figures.of_this_rank(
-            sums / batch.valid_tokens, self._master, stop=self._signal, saves_ended=save.ended,
+            sums / batch.valid_tokens, self._master, stop=stop, saves_ended=save.ended,
             saves_published=save.published, asked=self.forensics.take_request(),
         )  # fmt: skip
         behind = self.by_source.of_this_rank(batch, losses, mine), self.by_rank.of_this_rank(batch.data_step, mine)
@@ -255,7 +259,8 @@ class Trainer(Closes):
 
     def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:
-            self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
+            here = "the state of a GPU" if self.device_watch.failing else "signal to another rank"
+            self.stopped_by = signal.Signals(self._signal).name if self._signal else here
             if self.ledger is not None:
                 log.info("%s: the step in work is finished and saved; the same command goes on", self.stopped_by)
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
@@ -275,17 +280,10 @@ class Trainer(Closes):
         if self.ledger is None or self.metrics is None:
             return seen
         if found.skipped:
-            reason = LEFT_OUT if left_out else "non_finite" if found.non_finite else "spike"
-            most = self.config.guard.max_skips
-            why = reason if pending.valid_tokens else f"{reason}: no position of its batch is a target"
-            log.warning("step %d skipped (%s), %d in a row of %d", pending.step, why, self._skips, most)
-            self.ledger.append("skipped", **where, reason=reason)
-        elif found.non_finite:
-            self.ledger.append("non_finite", **where, loss=found.loss, grad_norm=found.norm)
-        if found.loss_spike or found.norm_spike:
-            self.ledger.append(
-                "spike", **where, loss=found.loss, grad_norm=found.norm, loss_z=found.loss_z, grad_norm_z=found.norm_z
-            )
+            why = "" if pending.valid_tokens else ": no position of its batch is a target"
+            again = f"{self._skips} in a row of {self.config.guard.max_skips}"
+            log.warning("step %d skipped (%s%s), %s", pending.step, figures.skip_reason(found, left_out), why, again)
+        figures.note_abnormal(self.ledger, where, found, left_out)
         self.saves.step(pending.step, not any(flags.values()), seconds)
         speed = self._sequences(pending.step) * self.config.seq_len / seconds
         row = {
@@ -357,12 +355,14 @@ class Trainer(Closes):
             log.warning("the last %s skipped: the weights are those after step %d", which, self.done - self._skips)
         if self.ledger is not None and not math.isfinite(self._held_out):
             log.warning("the held-out loss is not finite: the weights are of no use")
+        failing = None if self.complete else self.device_watch.found()
         if self.ledger is not None and not self.complete:
-            self.ledger.append("stopped", step=self.done, signal=self.stopped_by)
+            self.ledger.append("stopped", step=self.done, signal=str(failing or self.stopped_by))
         elif self.ledger is not None:
             self.ledger.append("end", step=self.done)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)
         self.ranks.barrier()
+        self.device_watch.leave_if(failing, self.done)
         if self.trackers is not None:  # the others do not wait for a tracker
             self.trackers.finish("finished" if self.complete else "stopped")
 

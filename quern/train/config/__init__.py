@@ -228,7 +228,7 @@ class TrainConfig(Section):
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
         "on_event": None, "preflight": False, "preflight_timeout_s": 120.0, "watchdog": WatchdogConfig().model_dump(),
-        "out_of_memory": "fail", "replicas": ReplicasConfig().model_dump(),
+        "out_of_memory": "fail", "replicas": ReplicasConfig().model_dump(), "device_check_s": 30.0,
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -281,6 +281,9 @@ class TrainConfig(Section):
     """What the next start of a run does that ran out of a GPU's memory, at once with one process or ``--max-restarts``:
     the same, or go on with ``activation_checkpointing: full``, or with half of ``micro_batch``. Samples and sums stay
     the same, but for rounding."""
+    device_check_s: Annotated[float, Field(ge=0)] = 30.0
+    """[seconds] CUDA with nvidia-ml-py: how often each rank reads its GPU's state beside the run; a GPU that fails ends
+    the run after a save, with exit code 6. 0 = never."""
     loss_chunk: Count = 4096
     """[tokens] Tokens whose logits exist at one time."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind_cores", "collecting", "set_allocator", "set_numerics"]
+__all__ = ["bind_cores", "collecting", "pci_address", "set_allocator", "set_numerics"]
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,12 @@ def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
+def pci_address(device: torch.device) -> str:
+    """Of a CUDA device, as ``0000:1b:00.0``."""
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 def bind_cores(device: torch.device, root: str = "/sys") -> set[int] | None:
     """Let this thread, and those it starts, run on the cores of the GPU's NUMA node alone. Returns these; None where
     nothing is changed: not on CUDA, on a system that does not say, or where the process is restricted already."""
@@ -36,9 +42,7 @@ def bind_cores(device: torch.device, root: str = "/sys") -> set[int] | None:
     if len(allowed) < (os.cpu_count() or 1):
         return None
     with suppress(OSError, ValueError, AttributeError):
-        found: Any = torch.cuda.get_device_properties(device)
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        node = int(_read(root, "bus/pci/devices", address, "numa_node"))
+        node = int(_read(root, "bus/pci/devices", pci_address(device), "numa_node"))
         if node < 0:  # a machine of one node
             return None
         cores = _cores(_read(root, "devices/system/node", f"node{node}", "cpulist")) & allowed

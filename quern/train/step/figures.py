@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Figures", "of_this_rank", "pack", "unpack"]
+from quern.train.history.back import LEFT_OUT
+from quern.train.history.ledger import Ledger
+
+__all__ = ["Figures", "note_abnormal", "of_this_rank", "pack", "skip_reason", "unpack"]
 
 
 class Figures(NamedTuple):
@@ -62,3 +66,19 @@ def unpack(values: torch.Tensor) -> tuple[Figures, list[float]]:
     """The figures and those behind them, once the copy to the host has ended."""
     numbers = values.tolist()
     return Figures(*numbers[: len(Figures._fields)]), numbers[len(Figures._fields) :]
+
+
+def skip_reason(found: Figures, left_out: bool) -> str:
+    """Why a step was skipped, as the ledger's lines say it."""
+    return LEFT_OUT if left_out else "non_finite" if found.non_finite else "spike"
+
+
+def note_abnormal(ledger: Ledger, where: Mapping[str, int], found: Figures, left_out: bool) -> None:
+    """Write the ledger's lines of a step that was skipped, not finite or a spike. ``where``: step and data step."""
+    losses = {"loss": found.loss, "grad_norm": found.norm}
+    if found.skipped:
+        ledger.append("skipped", **where, reason=skip_reason(found, left_out))
+    elif found.non_finite:
+        ledger.append("non_finite", **where, **losses)
+    if found.loss_spike or found.norm_spike:
+        ledger.append("spike", **where, **losses, loss_z=found.loss_z, grad_norm_z=found.norm_z)
