@@ -7,41 +7,9 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["break_markup", "elements", "lines", "page", "paragraphs"]
+from quern.demo.grammar import load_stock
 
-#: Furniture by language: menu items, the cookie notice, the footer.
-FURNITURE = {
-    "en": (
-        "Home, News, Archive, About us, Contact",
-        "We use cookies to give you the best experience. Accept all cookies or manage your preferences.",
-        "All rights reserved. Imprint. Terms of use.",
-    ),
-    "de": (
-        "Startseite, Aktuelles, Archiv, Über uns, Kontakt",
-        "Wir verwenden Cookies. Alle akzeptieren oder Einstellungen verwalten.",
-        "Alle Rechte vorbehalten. Impressum. Datenschutz.",
-    ),
-    "fr": (
-        "Accueil, Actualités, Archives, À propos, Contact",
-        "Nous utilisons des cookies. Tout accepter ou gérer vos préférences.",
-        "Tous droits réservés. Mentions légales.",
-    ),
-    "es": (
-        "Inicio, Noticias, Archivo, Quiénes somos, Contacto",
-        "Utilizamos cookies. Aceptar todas o gestionar las preferencias.",
-        "Todos los derechos reservados. Aviso legal.",
-    ),
-    "ru": (
-        "Главная, Новости, Архив, О нас, Контакты",
-        "Мы используем файлы cookie. Принять все или изменить настройки.",
-        "Все права защищены. Правовая информация.",
-    ),
-    "nl": (
-        "Home, Nieuws, Archief, Over ons, Contact",
-        "Wij gebruiken cookies. Alles accepteren of voorkeuren beheren.",
-        "Alle rechten voorbehouden. Colofon.",
-    ),
-}
+__all__ = ["break_markup", "elements", "lines", "page", "paragraphs"]
 
 
 def elements(tag: str, texts: Sequence[str]) -> str:
@@ -61,8 +29,8 @@ def lines(texts: Sequence[str]) -> str:
 
 def page(title: str, body: str, language: str, host: str, teasers: Sequence[str] = (), charset: str = "utf-8") -> str:
     """The body amid a script, a cookie banner, two menus, share buttons, teasers, a form and a footer."""
-    menu, cookies, imprint = FURNITURE[language]
-    items = "".join(f'<li><a href="/{language}/m{n}">{item}</a></li>' for n, item in enumerate(menu.split(", ")))
+    menu, (cookies,), (imprint,) = (load_stock(language).words[name] for name in ("menu", "cookies", "imprint"))
+    items = "".join(f'<li><a href="/{language}/m{n}">{item}</a></li>' for n, item in enumerate(menu))
     boxes = "".join(f'<li><a href="/{language}/t{n}">{escape(item)}</a></li>' for n, item in enumerate(teasers))
     share = "".join(f'<a class="share-button" href="#{name}">{name}</a> ' for name in ("Mail", "Print", "Link"))
     return (

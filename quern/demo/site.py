@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quern.demo.grammar import keyed, load_stock
-from quern.demo.kinds import Draft, drafts, kinds
-from quern.demo.warc import Response, warc_file
+from quern.demo.kinds import drafts, kinds
+from quern.demo.warc import warc_file
 
 __all__ = ["Site", "SitePage", "write_site"]
 
@@ -57,17 +57,18 @@ def write_site(folder: str, seed: int = 0, pages: int = 320) -> Site:
         ValueError: for fewer pages than every kind needs.
     """
     root = Path(folder)
-    crawl = list(drafts(seed, pages))
+    crawl, began = list(drafts(seed, pages)), datetime(2024, 3, 1, 6, tzinfo=UTC)
     keyed(seed, "crawl order").shuffle(crawl)
+    dates = [f"{began + timedelta(minutes=7 * place):%Y-%m-%dT%H:%M:%SZ}" for place in range(len(crawl))]
     (root / "warc").mkdir(parents=True, exist_ok=True)
     warcs, found = [], []
     for number in range(NUM_FILES):
         path = root / "warc" / f"sample-{number:05d}.warc.gz"
-        share = range(number, len(crawl), NUM_FILES)
-        data, ids = warc_file(path.name, [_response(crawl[place], place) for place in share], seed)
+        share = list(zip(dates, crawl, strict=True))[number::NUM_FILES]
+        data, ids = warc_file(path.name, share, seed)
         path.write_bytes(data)
         warcs.append(str(path))
-        for draft, record in zip((crawl[place] for place in share), ids, strict=True):
+        for (_, draft), record in zip(share, ids, strict=True):
             expected = kinds()[draft.kind]
             found.append(
                 SitePage(draft.url, draft.kind, draft.language, record, path.name, draft.group, expected, draft.text)
@@ -77,9 +78,3 @@ def write_site(folder: str, seed: int = 0, pages: int = 320) -> Site:
     for file, rows in ((manifest, lines), (lexicon, load_stock("forms").words["swear"])):
         file.write_bytes("".join(f"{row}\n" for row in rows).encode())  # bytes: the same line ends on every system
     return Site(str(root), tuple(warcs), str(manifest), str(lexicon), tuple(found))
-
-
-def _response(draft: Draft, place: int) -> Response:
-    date = datetime(2024, 3, 1, 6, tzinfo=UTC) + timedelta(minutes=7 * place)
-    payload = draft.html.encode(draft.charset, "xmlcharrefreplace")
-    return Response(draft.url, date.strftime("%Y-%m-%dT%H:%M:%SZ"), payload, draft.status, draft.content_type)

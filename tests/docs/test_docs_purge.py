@@ -17,7 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli import main
-from quern.demo.warc import Response, warc_file
+from quern.demo.kinds import Draft
+from quern.demo.warc import warc_file
 from support.data_pipeline import in_process
 from support.documents import ROOT, blocks, commands
 from support.programs import python
@@ -40,8 +41,8 @@ def planted(benchmark: Path) -> bytes:
             f"<h1>Sums of week {number + 1}</h1>\n<p>Here are the sums that we solved with the class this week.</p>\n"
         )
         text = f"<html lang='en'><head><title>Sums</title></head><body><article>{body}{''.join(parts)}</article></body>"
-        pages.append(Response(f"{SITE}/week-{number + 1}", "2024-03-01T00:00:00Z", text.encode()))
-    pages.append(Response("https://copies.example.org/a", "2024-03-02T00:00:00Z", pages[0].payload))
+        pages.append(("2024-03-01T00:00:00Z", Draft("", "en", f"{SITE}/week-{number + 1}", text)))
+    pages.append(("2024-03-02T00:00:00Z", Draft("", "en", "https://copies.example.org/a", pages[0][1].html)))
     return gzip.decompress(warc_file("planted.warc.gz", pages, seed=0)[0])  # no byte of it is a compressor's choice
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -26,6 +24,7 @@ from quern.safe_path import module
 from quern.tokenize.shards import ShardReader
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import MOVES, read_ledger
+from quern.train.history.metrics_file import METRICS_FILE, read_metrics
 
 __all__ = ["moves", "run_training", "train_demo"]
 
@@ -77,10 +76,10 @@ def run_training(arguments: list[str], run_dir: str, until: int | None, how: sig
     and the last step that it made."""
     # one thread: products this small gain little from two, and two that wait for each other lose a busy machine's time
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    before = sum(1 for _ in _steps(run_dir))
+    before = len(read_metrics(run_dir).step)
 
     def last() -> int:
-        return max(itertools.islice(_steps(run_dir), before, None), default=0)
+        return int(max(read_metrics(run_dir).step[before:], default=0))
 
     process = subprocess.Popen(module("quern.train", *arguments), stdout=sys.stderr.fileno(), env=environment)
     try:
@@ -101,22 +100,10 @@ def moves(run_dir: str) -> list[dict[str, Any]]:
     return [entry for entry in read_ledger(path) if entry["kind"] in MOVES] if os.path.exists(path) else []
 
 
-def _rows(run_dir: str, kind: str) -> Iterator[dict[str, Any]]:
-    """The lines of a kind that a training run has written to its metrics so far."""
-    path = storage.join(run_dir, "metrics.jsonl")
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            rows = (json.loads(line) for line in file if line.endswith("\n"))  # the last one may be in the writing
-            yield from (row for row in rows if row["kind"] == kind)
-
-
-def _steps(run_dir: str) -> Iterator[int]:
-    return (row["step"] for row in _rows(run_dir, "step"))
-
-
 def _compare(tokens: str, run_dir: str, config: TrainConfig) -> tuple[dict[str, float], int]:
     """Held-out nats a token, of n-gram models counted on the same training tokens and of the model; and of how many."""
-    final = list(_rows(run_dir, "validation"))[-1]
+    with open(storage.join(run_dir, METRICS_FILE), encoding="utf-8") as file:
+        final = [row for row in map(json.loads, file) if row["kind"] == "validation"][-1]
     train, held_out, losses = read_stream(tokens), read_stream(tokens + ".val"), {}
     for order, name in enumerate(MODELS[:3], start=1):
         total, count = loss(nll([train], held_out, order, ShardReader(tokens).vocab_size), config.seq_len)
