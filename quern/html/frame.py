@@ -10,7 +10,7 @@ from string import Template
 
 from quern.html.pieces import show
 
-__all__ = ["Section", "frame", "lead", "tiles"]
+__all__ = ["Section", "frame", "lead", "resource", "tiles"]
 
 #: Anchor, title and content of a section; the last two are HTML. One without content is left out.
 Section = tuple[str, str, str]
@@ -34,7 +34,7 @@ def frame(
     """
     present = [section for section in sections if section[2]]
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    return Template(_resource("frame.html")).substitute(
+    return Template(resource("frame.html")).substitute(
         title=show(title, 100),
         kicker=kicker,
         headline=headline,
@@ -42,7 +42,7 @@ def frame(
         nav="".join(f'<a href="#{key}">{name}</a>' for key, name, _ in present),
         sections="\n".join(f'<section id="{key}"><h2>{name}</h2>{body}</section>' for key, name, body in present),
         footer=footer,
-        css=_resource("style.css") + css,
+        css=resource("style.css") + css,
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         allowed=" ".join(f"'sha256-{code}'" for code in hashes) or "'none'",
     )
@@ -59,5 +59,6 @@ def tiles(cells: Iterable[tuple[str, str, str]]) -> str:
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 
 
-def _resource(name: str) -> str:
-    return files("quern.html").joinpath(name).read_text(encoding="utf-8")
+def resource(name: str, package: str = "quern.html") -> str:
+    """The text of a file that lies in a package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -109,13 +108,9 @@ def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[s
         tiles=_tiles(stats),
         sections=sections,
         footer=_footer(run_dir, run, found),
-        css=_resource("style.css"),
-        scripts=[_resource("filter.js")],
+        css=html.resource("style.css", __package__),
+        scripts=[html.resource("filter.js", __package__)],
     )
-
-
-def _resource(name: str) -> str:
-    return files("quern.data_pipeline.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _count(value: int) -> str:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from importlib.resources import files
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,17 +32,13 @@ REPORT_FILE = "report.html"
 
 #: Rows of the table of the run's course, and of that of what happened.
 _COURSE, _ROWS = 12, 200
-
-
-def _last(values: np.ndarray) -> float:
-    return float(values[-1])
-
-
+#: Kinds of the ledger's lines that tell what happened.
+_TOLD = {*MOVES, *UNHEALTHY, "stopped", "end", "checkpoint_failed", "back", "corrupt", "straggler"}
 #: The table of the course: of a stretch's values of a column what is told, to how many digits; -3: significant ones.
 _COLUMNS: Mapping[str, tuple[str, Callable[[np.ndarray], Any], int]] = {
-    "tokens": ("tokens", _last, 0), "loss, mean": ("loss", np.nanmean, 4), "least": ("loss", np.nanmin, 4),
+    "tokens": ("tokens", itemgetter(-1), 0), "loss, mean": ("loss", np.nanmean, 4), "least": ("loss", np.nanmin, 4),
     "greatest": ("loss", np.nanmax, 4), "norm, median": ("grad_norm", np.nanmedian, 3),
-    "norm, greatest": ("grad_norm", np.nanmax, 3), "learning rate": ("lr", _last, -3),
+    "norm, greatest": ("grad_norm", np.nanmax, 3), "learning rate": ("lr", itemgetter(-1), -3),
     "tokens/s": ("tokens_per_s", np.nanmedian, 0),
 }  # fmt: skip
 
@@ -108,13 +104,9 @@ def render(runs: Sequence[Run]) -> str:
         tiles=(_tiles(runs[0]) if len(runs) == 1 else "") + each(_notes),
         sections=sections,
         footer=each(_footer) + charts.data_block(runs, [chart for own in drawn.values() for chart in own]),
-        css=_resource("uplot/uPlot.min.css") + _resource("style.css"),
-        scripts=[_resource("uplot/uPlot.iife.min.js"), _resource("report.js")],
+        css=html.resource("uplot/uPlot.min.css", __package__) + html.resource("style.css", __package__),
+        scripts=[html.resource("uplot/uPlot.iife.min.js", __package__), html.resource("report.js", __package__)],
     )
-
-
-def _resource(name: str) -> str:
-    return files("quern.train.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _headline(run: Run) -> str:
@@ -124,11 +116,11 @@ def _headline(run: Run) -> str:
 
 
 def _tiles(run: Run) -> str:
-    column, held, spent = run.kept, [own.loss for own in run.validations], account(run)
+    column, held, spent = run.kept, np.array([own.loss for own in run.validations]), account(run)
     tail, attempts = max(1, len(run.order) // 100), counted(len(run.attempts) - run.first, "attempt")
     cells = [
         ("training loss", over(np.nanmean, column("loss")[-tail:]), 4, f"mean of the last {counted(tail, 'step')}"),
-        ("held-out loss", over(_last, np.array(held)), 4, f"least {_figure(over(np.nanmin, np.array(held)), 4)}"),
+        ("held-out loss", over(itemgetter(-1), held), 4, f"least {_figure(over(np.nanmin, held), 4)}"),
         ("tokens", over(np.nanmax, column("tokens")), 0, counted(run.reached, "step")),
         ("tokens a second", over(np.nanmedian, column("tokens_per_s")), 0, "median step"),
         ("MFU, %", 100 * over(np.nanmedian, column("mfu_full")), -3, "median; all of the attention matrix"),
@@ -166,9 +158,8 @@ def _controls() -> str:
         for axis, name in charts.UNITS.items()
     )
     return (
-        f'<form id="axes" hidden>x axis: {axes}<label><input type="checkbox" name="log" checked> logarithmic losses, '
-        'norms and times</label><span class="muted">Drag over a chart to zoom, all charts follow; a double click shows '
-        f'the whole run.</span></form><p class="legend">{legend}</p>'
+        f'<form id="axes" hidden>x axis: {axes}<span class="muted">Drag over a chart to zoom, all charts follow; a '
+        f'double click shows the whole run.</span></form><p class="legend">{legend}</p>'
         '<noscript><p class="alarm">Curves are drawn by a script of this page, which this browser does not run. The '
         "tables have the figures.</p></noscript>"
     )
@@ -235,16 +226,7 @@ def _events(run: Run) -> str:
     rows = []
     for own in run.attempts[run.first :]:
         for fact in own.facts:
-            if fact["kind"] in (
-                *MOVES,
-                *UNHEALTHY,
-                "stopped",
-                "end",
-                "checkpoint_failed",
-                "back",
-                "corrupt",
-                "straggler",
-            ):
+            if fact["kind"] in _TOLD:
                 left_out = ("time", "kind", "step", "data_step", "order", "name")
                 told = [f"{key} {_short(value)}" for key, value in fact.items() if key not in left_out]
                 if fact["kind"] in MOVES:

@@ -46,7 +46,7 @@
       } else if (["good", "saved", "failed"].includes(own.label)) {
         draw.fillText(sign, x, low);
       } else {
-        const high = y === null ? 0 : Math.min(plot.valToPos(y, "y", true), low);
+        const high = y === null ? 0 : Math.min(plot.valToPos(y, "y", true) - 9 * ratio, low);
         draw.fillText(sign, x, Math.max(box.top + 8 * ratio, high));
       }
     }));
@@ -55,7 +55,7 @@
 
   function make(chart, place) {
     const axis = form.elements.axis.value, positive = line => line.y.every(y => y === null || y > 0);
-    const log = chart.log && form.elements.log.checked && chart.series.every(positive);
+    const log = chart.log && chart.series.every(positive);
     const rule = { stroke: () => colour("--line"), width: 1 };
     const axes = { stroke: () => colour("--soft"), grid: rule, ticks: rule };
     const spread = (plot, least, most) => {
@@ -72,7 +72,7 @@
         ...chart.series.map(line => series(chart, line))],
       axes: [
         { ...axes, size: 30, space: 70, values: (plot, all) => all.map(short) },
-        { ...axes, size: 58, space: 34, splits: log ? even : undefined, filter: (plot, all) => all,
+        { ...axes, size: 68, space: 34, splits: log ? even : undefined, filter: (plot, all) => all,
           values: (plot, all) => all.map(y => shown(chart, y)) },
       ],
       hooks: { draw: chart.marked ? [plot => mark(plot, axis)] : [] },
