@@ -57,7 +57,8 @@ def doctor(
 
         if data:
             tell(result := check_cluster(options))
+            found = len(result.findings)
         else:
-            result = check(place_of(), options, tell)
-    if result.findings or result.found:
+            found = check(place_of(), options, tell)
+    if found:
         raise typer.Exit(1)

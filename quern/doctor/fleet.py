@@ -12,9 +12,9 @@ of its partners.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,9 +94,7 @@ def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, lis
 
 def _medians(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Of each row; they may differ in length, and none is empty."""
-    values, lengths = np.sort([*zip_longest(*rows, fillvalue=np.inf)], axis=0), np.array([*map(len, rows)])
-    at = np.arange(len(rows))
-    return np.asarray((values[(lengths - 1) // 2, at] + values[lengths // 2, at]) / 2)
+    return np.array([statistics.median(row) for row in rows])
 
 
 def _below(values: NDArray[np.float64], spread: float | NDArray[np.float64]) -> tuple[float, NDArray[np.bool_]]:
@@ -199,7 +197,7 @@ def _pairs(
         for rank, speed in ((rank, speed) for ranks, speed in speeds.items() for rank in ranks if code != "slow-pair"):
             own[rank].append(speed)
         own = {rank: rows for rank, rows in own.items() if len(rows) >= _FEWEST_LINKS}
-        for rank, middle in zip(own, _medians([*own.values()]) if own else (), strict=True):
+        for rank, middle in zip(own, _medians([*own.values()]), strict=True):
             end = tuple(of_node[places[rank]]) if code == "slow-links" else (rank,)
             best[end] = max(best.get(end, (0.0, 0)), (middle, len(own[rank])))  # a node is as good as its best rank
         if not best:

@@ -134,14 +134,12 @@ def link(task: dict[str, Any]) -> Told:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     place, world, ring = task["ranks"].index(task["rank"]), len(task["ranks"]), task["kind"] == "ring"
     device, timeout = choose_device(task["device"], task["local_rank"]), timedelta(seconds=task["timeout_s"])
-    if place == 0:
-        store = dist.TCPStore(task["address"], 0, None, True, timeout, wait_for_workers=False)
-        storage.write_json(task["meet"], {"address": task["address"], "port": store.port})
-    else:
-        while not storage.is_file(task["meet"]):  # until this process is killed
-            time.sleep(0.05)
-        first = storage.read_json(task["meet"])
-        store = dist.TCPStore(first["address"], first["port"], None, False, timeout, wait_for_workers=False)
+    while place and not storage.is_file(task["meet"]):  # until this process is killed
+        time.sleep(0.05)
+    at = storage.read_json(task["meet"]) if place else {"address": task["address"], "port": 0}
+    store = dist.TCPStore(at["address"], at["port"], None, not place, timeout, wait_for_workers=False)
+    if not place:
+        storage.write_json(task["meet"], {**at, "port": store.port})
     cuda = device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
     if cuda:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from quern import storage
 from quern.config import validate
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 
 __all__ = ["Meeting", "UncheckedError"]
 
@@ -48,6 +48,7 @@ class Meeting:
         self, base: str, rank: int, world: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder, self.rank, self._base, self._timeout_s, self._clock = "", rank, base, timeout_s, clock
+        self._before, self._kept = "", b""
         self.present: list[int] = [*range(world)]
         self.missing: dict[int, str] = {}
         """What those said when they began that have been given up since."""
@@ -59,14 +60,14 @@ class Meeting:
         folder is passed over where this rank has been before, or whose ranks have met: it is of an earlier start."""
         numbers = count()
         while not self.folder or any(map(storage.is_file, (self._list("0"), self._path("hello", self.rank)))):
-            self.folder = f"{self._base}.{next(numbers)}"
+            self._before, self.folder = self.folder, f"{self._base}.{next(numbers)}"
         storage.publish_bytes(self._path("hello", self.rank), json.dumps(hello).encode())
 
     def meet(self, value: Any, brief: Collection[str] = ()) -> dict[int, dict[str, Any]]:
         """Leave ``value`` for who judges, and wait for the others; all learn keys ``brief`` of values that have some.
 
         Raises:
-            UncheckedError: this rank came after the others had gone on without it.
+            UncheckedError: this rank came after the others had gone on or ended without it.
         """
         if not storage.is_file(self._path("hello", self.rank)):  # the folder goes with the last who leaves
             raise UncheckedError(f"rank {self.rank}: the others have ended the check without it")
@@ -83,8 +84,13 @@ class Meeting:
         told = validate(storage.read_json(self._list(name)), _List, self._list(name))
         if self.rank in told.missing:
             raise UncheckedError(f"rank {self.rank}: the others waited {self._timeout_s:g} s and went on without it")
-        self.missing |= told.missing
         self.present = [rank for rank in self.present if rank not in told.missing]
+        if told.missing and not self._met:
+            if self._missed_before() >= {*self.present}:
+                self.leave()
+                raise UncheckedError(f"rank {self.rank}: came late, the others have met without it ({self._before})")
+            self._kept = _List(answers={}, missing=told.missing).model_dump_json().encode()
+        self.missing |= told.missing
         self._met.append(self.present)
         return told.answers
 
@@ -93,7 +99,8 @@ class Meeting:
         return [self._read(str(number), ranks) for number, ranks in enumerate(self._met)]
 
     def leave(self) -> None:
-        """Say that this rank needs the files no more; the first one waits a moment for the others and removes them."""
+        """Say that this rank needs the files no more; the first one waits a moment for the others and removes them. Who
+        was missing at first stays there for those that come yet."""
         if not storage.is_file(self._path("hello", self.rank)):
             return  # the first has removed all, and a file would bring the folder back
         storage.publish_bytes(self._path("left", self.rank), b"null")
@@ -104,6 +111,14 @@ class Meeting:
             time.sleep(_LOOK_S)
         with suppress(OSError):  # somebody reads in it still; what is told stays true
             storage.remove_tree(self.folder)
+        if self._kept:
+            storage.publish_bytes(self._list("0"), self._kept)
+
+    def _missed_before(self) -> set[int]:
+        """Who was missed in the folder that this rank passed over last, if it was one that tells."""
+        with suppress(InputError):
+            return {*validate(storage.read_json(path := f"{self._before}/0.json"), _List, path).missing}
+        return set()
 
     def _answered(self, name: str) -> list[int]:
         there = set(storage.list_files(f"{self.folder}/{name}"))

@@ -50,14 +50,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What was read and found; of several ranks one ``tells`` it, and the others know only how much was ``found``."""
+    """What was read of the machines of ``world`` ranks, and found."""
 
     readings: list[Reading]
     links: list[Link]
     findings: list[Finding]
     world: int
-    tells: bool = True
-    found: int = 0
 
 
 def options_of(config: TrainConfig, options: Options) -> Options:
@@ -74,9 +72,10 @@ def options_of(config: TrainConfig, options: Options) -> Options:
     )  # fmt: skip
 
 
-def check(place: Place, options: Options, show: Callable[[Result], None]) -> Result:
-    """Check this rank's machine, and with others of its start the fleet. Collective, but for ranks that hang. ``show``
-    is called by the rank that has the readings of all, before the others can leave.
+def check(place: Place, options: Options, show: Callable[[Result], None]) -> int:
+    """Check this rank's machine, and with others of its start the fleet; how much was found, the same on all ranks.
+    Collective, but for ranks that hang. ``show`` is called by the rank that has the readings of all, before the others
+    can leave.
 
     Raises:
         InputError: several ranks and no shared folder, or a file in it is damaged.
@@ -87,7 +86,7 @@ def check(place: Place, options: Options, show: Callable[[Result], None]) -> Res
             readings = [validate(_read_alone(worker, place, options), Reading, place.node)]
             result = Result(readings, [], judge(readings), 1)
             show(result)
-            return result
+            return len(result.findings)
         if options.share is None:
             raise InputError("--share: expected a folder or store that all ranks see, as there are several")
         if options.id is not None and not is_plain_name(options.id):
@@ -98,20 +97,21 @@ def check(place: Place, options: Options, show: Callable[[Result], None]) -> Res
         meeting.begin(place.node)
         told = meeting.meet(_read_alone(worker, place, options), ("rank", "node", "local_rank", "address", "problems"))
         _measure_links(meeting, worker, place, options, _checked(meeting, told, Reading))
-        result, first = Result([], [], [], place.world, tells=False), place.rank == meeting.present[0]
-        if first:
+        mine = None
+        if place.rank == meeting.present[0]:
             alone, *rounds = meeting.values()
             readings = _checked(meeting, alone, Reading)
             links = [link for one in rounds for link in _checked(meeting, one, Link)]
             result = Result(readings, links, judge(readings, links, meeting.missing), place.world)
             show(result)  # a launcher ends this rank when another has left with what was found
-        found = meeting.meet({"found": len(result.findings)} if first else None, ["found"])
+            mine = {"found": len(result.findings)}
+        found = meeting.meet(mine, ["found"])
         meeting.leave()
         if not found:
             raise UncheckedError(
                 f"rank {place.rank}: waited {options.timeout_s:g} s in vain for what the first rank found"
             )
-        return replace(result, found=sum(one["found"] for one in found.values()))
+        return sum(one["found"] for one in found.values())
 
 
 def check_cluster(options: Options) -> Result:

@@ -46,15 +46,10 @@ class Worker(Closes):
             except queue.Empty:
                 self.close()
                 raise TimeoutError(f"hung for {timeout_s:g} s in: {doing}") from None
-            if line is None:
+            if line is None or not line.endswith("\n"):
                 self.close()
                 raise QuernError(f"ended with code {child.status()} in: {doing}")
-            try:
-                told = json.loads(line)
-            except ValueError:
-                self.close()
-                raise QuernError(f"said what is no answer in: {doing}") from None
-            match told:
+            match json.loads(line):
                 case str(doing):
                     pass
                 case {"error": error}:

@@ -39,18 +39,19 @@ def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_a_node_that_hangs_is_named_and_the_others_measure_their_links(tmp_path: Path) -> None:
-    """Node 3 is stopped when it has begun; the others wait for it once."""
+    """Node 3 is stopped when it has begun; the others wait for it once. Started again it is late."""
     share = tmp_path / "share"
-    ranks = [
-        subprocess.Popen(
-            [python(), "-m", "quern.cli.main", "doctor", *QUICK, "--share", str(share), "--id", "a", "--timeout", "90",
-             "--disk", str(tmp_path), "--json"],
+
+    def rank_of(rank: int, timeout: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [python(), "-m", "quern.cli.main", "doctor", *QUICK, "--share", str(share), "--id", "a",
+             "--timeout", timeout, "--disk", str(tmp_path), "--json"],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                  "MASTER_ADDR": "127.0.0.1", "SLURMD_NODENAME": f"node-{rank}"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
+        )  # fmt: skip
+
+    ranks = [rank_of(rank, "90") for rank in range(4)]
     try:
         until((share / "doctor-a.0/hello/3.json").exists)
         os.kill(forked(ranks[3]), signal.SIGSTOP)
@@ -64,7 +65,15 @@ def test_a_node_that_hangs_is_named_and_the_others_measure_their_links(tmp_path:
         assert reading["devices"][0]["speeds"].keys() == {"product fp32", "copy torch"}
         pairs = {(link["kind"], *link["ranks"]) for link in told["links"] if link["speeds"] and not link["problem"]}
         assert pairs == {("pair", 0, 1), ("pair", 0, 2), ("pair", 1, 2), ("ring", 0, 1, 2)}
-        assert [*share.iterdir()] == []
+        assert [path for path in share.rglob("*") if path.is_file()] == [share / "doctor-a.0/0.json"]
+        kill(ranks.pop())
+        ranks.append(rank_of(3, "1"))
+        assert (
+            ranks[3]
+            .communicate(timeout=300)[1]
+            .endswith(f"error: rank 3: came late, the others have met without it ({share}/doctor-a.0)\n")
+        )
+        assert ranks[3].returncode == 2
     finally:
         for one in ranks:
             kill(one)

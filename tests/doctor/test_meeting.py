@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from quern.doctor import run
 from quern.doctor.meeting import Meeting
 from quern.doctor.place import Place
 from quern.doctor.readings import Reading
-from quern.doctor.run import Options
+from quern.doctor.run import Options, Result
 from quern.doctor.worker import Worker
 from quern.errors import InputError, QuernError
 from support.programs import python
@@ -79,6 +80,61 @@ def test_a_stopped_rank_costs_the_others_one_time_out(tmp_path: Path) -> None:
 def wait_for(path: Path) -> str:
     until(path.exists)
     return path.read_text()
+
+
+def timed_out(meetings: list[Meeting], clock: list[float]) -> None:
+    """Let these ranks meet, and wait in vain for the others."""
+    for meeting in meetings:
+        meeting.begin("")
+    threads = [threading.Thread(target=meeting.meet, args=(None,)) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    until(lambda: all(Path(meeting.folder, f"0/{meeting.rank}.json").exists() for meeting in meetings))
+    clock[0] = TIMEOUT_S
+    for thread in threads:
+        thread.join()
+
+
+def late(folder: Path, rank: int, clock: Any) -> None:
+    meeting = Meeting(str(folder / "share"), rank, 4, TIMEOUT_S, lambda: float(clock.value))
+    meeting.begin("")
+    with pytest.raises(QuernError) as caught:
+        meeting.meet(None)
+    (folder / f"late.{rank}").write_text(str(caught.value))
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["others measure", "others have left"])
+def test_ranks_that_begin_late_say_so_and_name_nobody(ended: bool, tmp_path: Path) -> None:
+    clock = [0.0]
+    others = [Meeting(str(tmp_path / "share"), rank, 4, TIMEOUT_S, lambda: clock[0]) for rank in range(2)]
+    timed_out(others, clock)
+    for one in others[::-1] if ended else ():
+        one.leave()
+    now = FORK.Value("d", 0.0)
+    ranks = [FORK.Process(target=late, args=(tmp_path, rank, now)) for rank in (2, 3)]
+    for process in ranks:
+        process.start()
+    until(lambda: all((tmp_path / f"share.1/0/{rank}.json").exists() for rank in (2, 3)))
+    now.value = TIMEOUT_S
+    for process in ranks:
+        process.join()
+    for rank in (2, 3):
+        told = (tmp_path / f"late.{rank}").read_text()
+        assert told == f"rank {rank}: came late, the others have met without it ({tmp_path}/share.0)"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late.2", "late.3", "share.0"]
+    if ended:
+        (left,) = (tmp_path / "share.0").iterdir()
+        assert json.loads(left.read_text()) == {"answers": {}, "missing": {"2": "", "3": ""}}
+
+
+def test_who_was_missed_in_an_earlier_check_and_comes_first_names_who_is_silent(tmp_path: Path) -> None:
+    """Rank 2 was missed by the check before; in this one ranks 1 and 2 come, and rank 0 does not."""
+    clock = [0.0]
+    (tmp_path / "a.0").mkdir()
+    (tmp_path / "a.0/0.json").write_text('{"answers": {}, "missing": {"2": ""}}')
+    ranks = [Meeting(str(tmp_path / "a"), rank, 3, TIMEOUT_S, lambda: clock[0]) for rank in (1, 2)]
+    timed_out(ranks, clock)
+    assert [one.missing for one in ranks] == [{0: ""}] * 2
 
 
 def test_an_earlier_check_of_the_same_id_is_passed_over(tmp_path: Path) -> None:
@@ -148,7 +204,9 @@ def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path)
     assert links == [([1, 2], "hung", True)] * 2
 
 
-def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> tuple[list[Any], list[int]]:
+def checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, world: int, shown: list[Result]
+) -> tuple[list[Any], list[int]]:
     """How :func:`run.check` ends on each rank, a thread, of which the second has a problem; bytes each has read."""
     ended: list[Any] = [None] * world
     read = [0] * world
@@ -169,9 +227,7 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> tuple[
     def rank_of(rank: int) -> None:
         place = Place(rank, world, 0, 1, f"node-{rank}", "127.0.0.1", "start")
         try:
-            ended[rank] = run.check(
-                place, Options(share=str(folder), timeout_s=TIMEOUT_S, rounds=0), lambda result: None
-            )
+            ended[rank] = run.check(place, Options(share=str(folder), timeout_s=TIMEOUT_S, rounds=0), shown.append)
         except QuernError as error:
             ended[rank] = str(error)
 
@@ -189,11 +245,12 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> tuple[
 def test_only_the_first_rank_reads_what_all_say_and_all_know_whether_something_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, read = checked(tmp_path, monkeypatch, 8)
-    assert [(one.found, one.tells) for one in ended] == [(1, True)] + [(1, False)] * 7
-    assert [(one.code, one.nodes) for one in ended[0].findings] == [("store", ("node-1",))]
-    assert [len(one.readings) for one in ended] == [8] + [0] * 7
-    assert len(ended[0].links) == 8
+    shown: list[Result] = []
+    ended, read = checked(tmp_path, monkeypatch, 8, shown)
+    assert ended == [1] * 8
+    (result,) = shown
+    assert [(one.code, one.nodes) for one in result.findings] == [("store", ("node-1",))]
+    assert (len(result.readings), len(result.links)) == (8, 8)
     assert read[0] > 2 * 8 * 200 * len("1.0, ")
     assert max(read[1:]) < 8 * 200, "of each rank some hundred bytes, once"
 
@@ -211,9 +268,35 @@ def test_a_first_rank_that_hangs_while_it_judges_is_told_by_the_others(
 
     monkeypatch.setattr(run, "judge", hang)
     monkeypatch.setattr(run, "Meeting", lambda *of: Meeting(*of, clock=lambda: clock[0]))
-    ended, _ = checked(tmp_path, monkeypatch, 2)
+    ended, _ = checked(tmp_path, monkeypatch, 2, [])
     assert ended[1] == "rank 1: waited 100 s in vain for what the first rank found"
     assert ended[0] == "rank 0: the others have ended the check without it"
+
+
+def test_the_table_is_told_though_another_rank_never_comes_to_the_last_meeting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Result] = []
+    told_before: list[int] = []
+    gone = threading.Event()
+
+    class Last(Meeting):
+        def meet(self, value: Any, brief: Any = ()) -> Any:
+            if brief == ["found"]:
+                if self.rank:
+                    gone.set()
+                    raise SystemExit  # of its thread
+                gone.wait()
+                told_before.append(len(shown))
+                times = count(0.0, TIMEOUT_S)
+                self._clock = lambda: next(times)
+            return super().meet(value, brief)
+
+    monkeypatch.setattr(run, "Meeting", Last)
+    ended, _ = checked(tmp_path, monkeypatch, 2, shown)
+    assert told_before == [1], "a launcher may end the first rank as soon as it waits for the other"
+    assert [(one.code, one.nodes) for one in shown[0].findings] == [("store", ("node-1",))]
+    assert ended == [1, None]
 
 
 def test_the_first_rank_removes_the_files(tmp_path: Path) -> None:
