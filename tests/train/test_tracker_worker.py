@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -20,11 +21,14 @@ FAKE = '''
 """A tracker that writes what it is given, and fails or hangs where the environment says."""
 import json, os, sys, time, types
 
+failed = []
+
 def spoil(where):
     how = os.environ.get("SPOILT_" + where)
-    if how == "hangs":
+    if how == "hangs" or (how == "raises, then hangs" and failed):
         time.sleep(1000)
-    if how == "raises":
+    if how is not None:
+        failed.append(where)
         raise RuntimeError(f"no {where}\\x1b[31m today")
 
 class Run:
@@ -89,8 +93,8 @@ def sent(out: Path) -> dict[int, float]:
     ("how", "where"),
     [
         pytest.param(how, where, marks=() if (how, where) == ("hangs", "STEP") else pytest.mark.long)
-        for how in ("raises", "hangs")
-        for where in ("START", "STEP", "END")
+        for how in ("raises", "hangs", "raises, then hangs")
+        for where in (("STEP",) if "then" in how else ("START", "STEP", "END"))
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_said_once_and_what_it_lacks_is_sent_later(
@@ -99,7 +103,7 @@ def test_a_tracker_that_fails_or_hangs_is_said_once_and_what_it_lacks_is_sent_la
     run = tmp_path / "run"
     monkeypatch.setenv(f"SPOILT_{where}", how)
     began = time.monotonic()
-    assert case.live(tracked(tmp_path, timeout_s=(10 if where == "END" else 2) if how == "hangs" else 5)).complete
+    assert case.live(tracked(tmp_path, timeout_s=5 if how == "raises" else 10 if where == "END" else 2)).complete
     assert time.monotonic() - began < 60  # not the 1,000 s that a call hangs
     said = [record.getMessage() for record in caplog.records if record.name.endswith("trackers.trackers")]
     assert all("\x1b" not in line for line in said)
@@ -111,8 +115,10 @@ def test_a_tracker_that_fails_or_hangs_is_said_once_and_what_it_lacks_is_sent_la
         assert sent(fake) == {}
     else:
         assert said[-1] == "wandb: has everything, but its run was not ended"
-    if how == "raises":
+    if how != "hangs":
         assert said[0].startswith(f"wandb: RuntimeError: no {where} [31m today; the run goes on")
+    with open(run / "trackers" / "wandb.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its process has ended
     monkeypatch.delenv(f"SPOILT_{where}")
     caplog.clear()
     assert case.live(tracked(tmp_path)).complete

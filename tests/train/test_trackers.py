@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import pytest
 from quern.errors import InputError
 from quern.train.config import MetricsConfig
 from quern.train.fork import fork
+from quern.train.trackers.backends import BACKENDS, Opening
 from quern.train.trackers.board import branch_folder, numbers_of
 from quern.train.trackers.branches import Branch, Parent, State, branch_at, parent_of_fork, state_path
 from quern.train.trackers.trackers import check_installed
@@ -326,6 +328,46 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], messa
 def test_a_config_of_before_has_the_digest_it_had() -> None:
     assert MetricsConfig().model_dump() == {"tensorboard": True, "live": True, "peak_tflops": None}
     assert MetricsConfig(trackers=("tensorboard",)).sent_to == ()
+
+
+class Mlflow:
+    """Stands in for MLflow: a client with an experiment of runs, whose ``log_batch`` raises ``error`` while it has one."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException | None = error
+        self.runs: dict[str, list[Any]] = {}
+        self.made = 0
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="7")
+
+    def create_run(self, place: str, run_name: str, tags: dict[str, str]) -> Any:
+        self.made += 1
+        self.runs[f"run{self.made}"] = []
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"run{self.made}"))
+
+    def log_batch(self, ident: str, params: list[Any]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.runs[ident] += params
+
+    def delete_run(self, ident: str) -> None:
+        del self.runs[ident]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("503"), KeyboardInterrupt()], ids=["refused", "interrupted"])
+def test_a_run_of_mlflow_whose_config_was_not_sent_is_removed(error: BaseException, monkeypatch: Any) -> None:
+    client = Mlflow(error)
+    names = {name: lambda *given: given for name in ("Param", "Metric", "RunTag")}
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(entities=SimpleNamespace(**names)))
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=lambda: client))
+    opening = Opening("run", None, "p", "a", "g", (), {"lr": 0.5, "name": "x"}, {"layout": {"pp": 1}}, None)
+    with pytest.raises(type(error)):
+        BACKENDS["mlflow"](opening)
+    assert (client.made, client.runs) == (1, {}), "no run without a config stays"
+    client.error = None
+    assert BACKENDS["mlflow"](opening).id == "run2"
+    assert client.runs == {"run2": [("lr", "0.5"), ("name", "x")]}
 
 
 def test_a_library_that_is_not_there_is_refused_with_the_command(tmp_path: Path, monkeypatch: Any) -> None:
