@@ -331,7 +331,7 @@ def test_a_config_of_before_has_the_digest_it_had() -> None:
 
 
 class Mlflow:
-    """Stands in for MLflow: a client with an experiment of runs, whose ``log_batch`` raises ``error`` while it has one."""
+    """Stands in for MLflow: a client whose ``log_batch`` raises ``error`` while it has one."""
 
     def __init__(self, error: BaseException) -> None:
         self.error: BaseException | None = error
