@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import NoReturn
 
 from quern.errors import STOPPED, GoBackError, QuernError, named_line
@@ -28,10 +29,10 @@ from quern.train.config import TrainConfig
 from quern.train.debug import recorder
 from quern.train.init_from import load_run_config
 from quern.train.preflight import preflight
-from quern.train.processes import launch
+from quern.train.processes import launch, waiting
 from quern.train.supervision import out_of_memory, tracebacks
 
-__all__ = ["leave", "main", "train"]
+__all__ = ["leave", "main", "open_spare", "prepare", "train"]
 
 #: A rank that has failed closes what it has open, and has this long for it.
 CLOSING_S = 5.0
@@ -168,6 +169,32 @@ def _tell(run_dir: str, error: Exception) -> int:
     return code
 
 
+def prepare(arguments: Sequence[str]) -> None:
+    """Import what :func:`main` will need for the same arguments."""
+    config = load_run_config(arguments[0], arguments[1:])
+    import quern.train.setup  # noqa: F401
+
+    if config.compile.enabled:
+        import torch._inductor.compile_fx
+    if config.metrics.tensorboard:
+        import torch.utils.tensorboard  # noqa: F401
+
+
+def open_spare(arguments: Sequence[str]) -> None:
+    """Open the device of a spare place, for the same arguments.
+
+    Raises:
+        InputError: there is none.
+    """
+    from quern.train.processes.ranks import open_device
+
+    config = load_run_config(arguments[0], arguments[1:])
+    if open_device(config.device, bind_cores=config.process.bind_cores).type == "cuda":
+        import torch
+
+        torch.cuda.synchronize()  # makes the context
+
+
 def exit_code(error: Exception) -> int:
     """With which a rank ends that failed of it."""
     return error.exit_code if isinstance(error, QuernError) else 1
@@ -187,5 +214,6 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    waiting.wait(partial(prepare, sys.argv[1:]), partial(open_spare, sys.argv[1:]))
     launch.end_with_launcher()
     leave(main(sys.argv[1:]))

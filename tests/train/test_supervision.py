@@ -38,18 +38,18 @@ def failed(step: int | None, code: int = 1) -> Attempt:
     ("most", "attempts", "waits", "why"),
     [
         pytest.param(0, [failed(3)], [None], None, id="never"),
-        pytest.param(3, [failed(3), failed(9), failed(11)], [1, 1, 1], None, id="further each time"),
+        pytest.param(3, [failed(3), failed(9), failed(11)], [0, 0, 0], None, id="further each time"),
         pytest.param(5, [failed(None)] * 4, [1, 2, 4, 4], None, id="twice as long, up to the longest"),
-        pytest.param(9, [failed(8), failed(5), failed(6), failed(9)], [1, 2, 4, 1], None, id="until it gets further"),
-        pytest.param(2, [failed(1), failed(2), failed(3)], [1, 1, None], "2 times", id="as often as it was told"),
-        pytest.param(9, [failed(7), failed(7)], [1, None], "step 7 .* twice in a row", id="the same step twice"),
-        pytest.param(9, [failed(7), failed(None), failed(7)], [1, 2, 4], None, id="not in a row"),
+        pytest.param(9, [failed(8), failed(5), failed(6), failed(9)], [0, 1, 2, 0], None, id="until it gets further"),
+        pytest.param(2, [failed(1), failed(2), failed(3)], [0, 0, None], "2 times", id="as often as it was told"),
+        pytest.param(9, [failed(7), failed(7)], [0, None], "step 7 .* twice in a row", id="the same step twice"),
+        pytest.param(9, [failed(7), failed(None), failed(7)], [0, 1, 2], None, id="not in a row"),
         pytest.param(9, [failed(7, code=0)], [None], None, id="complete"),
         pytest.param(9, [failed(None, code=2)], [None], None, id="bad input"),
         pytest.param(9, [failed(7, code=3)], [None], None, id="saved after a signal"),
         pytest.param(9, [Attempt(1, asked=True, step=7)], [None], None, id="asked to end, failed over it"),
         pytest.param(0, [failed(7, code=4), failed(7, code=4)], [0, 0], None, id="goes back by itself"),
-        pytest.param(9, [failed(7, code=137), failed(8, code=134)], [1, 1], None, id="killed"),
+        pytest.param(9, [failed(7, code=137), failed(8, code=134)], [0, 0], None, id="killed"),
     ],
 )
 def test_when_it_starts_again(most: int, attempts: Sequence[Attempt], waits: list[int], why: str | None) -> None:
@@ -60,8 +60,8 @@ def test_when_it_starts_again(most: int, attempts: Sequence[Attempt], waits: lis
         assert re.search(why, str(restarts.why))
 
 
-def by(rank: int | None, step: int | None) -> Attempt:
-    return Attempt(137, rank=rank, step=step)
+def by(rank: int | None, step: int | None, code: int = 137, own: bool = True, **how: Any) -> Attempt:
+    return Attempt(code, rank=rank, step=step, own=own, **how)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,45 @@ def test_which_ranks_are_left_out(least: int, attempts: Sequence[Attempt], left:
     assert why is None or why in str(restarts.why)
 
 
+@pytest.mark.parametrize(
+    ("attempts", "places", "spares", "taken"),
+    [
+        pytest.param([by(1, 5)], [0, 3, 2], [4], (1, 3), id="by itself"),
+        pytest.param(
+            [by(1, 5), by(1, 6), by(0, 7)], [0, 4, 2], [], None, id="and the spare one, and then there is none"
+        ),
+        pytest.param([by(1, 5), by(2, 5)], [0, 3, 2], [4], None, id="the same step on two places"),
+        pytest.param([by(1, 5, own=False)], [0, 1, 2], [3, 4], None, id="of another's failure"),
+        pytest.param([by(None, 5)], [0, 1, 2], [3, 4], None, id="nobody knows who"),
+        pytest.param([by(1, 5, code=4)], [0, 1, 2], [3, 4], None, id="goes back"),
+        pytest.param([by(1, 5, code=2)], [0, 1, 2], [3, 4], None, id="bad input"),
+        pytest.param([by(1, 5, code=3)], [0, 1, 2], [3, 4], None, id="saved after a signal"),
+        pytest.param([by(1, 5, asked=True)], [0, 1, 2], [3, 4], None, id="asked to end"),
+        pytest.param([by(1, 5, adapted=True)], [0, 1, 2], [3, 4], None, id="goes on with less memory"),
+        pytest.param(
+            [by(1, 5), by(1, 6), by(1, 7, code=4)], [0, 4, 2], [], None, id="what was told before is not again"
+        ),
+    ],
+)
+def test_which_place_takes_over(
+    attempts: Sequence[Attempt], places: list[int], spares: list[int], taken: tuple[int, int] | None
+) -> None:
+    restarts = Restarts(9, places=[0, 1, 2], spares=[3, 4])
+    for attempt in attempts:
+        restarts.wait_s(attempt)
+    assert (restarts.places, restarts.spares) == (places, spares)
+    assert ((restarts.left_out, restarts.taken) if taken else restarts.taken) == taken
+
+
+def test_a_place_is_left_out_only_when_no_spare_is_left() -> None:
+    restarts = Restarts(9, places=[0, 1, 2], spares=[3], least=2)
+    found = []
+    for step in (5, 6, 7):
+        restarts.wait_s(by(1, step))
+        found.append([*restarts.places])
+    assert found == [[0, 3, 2], [0, 3, 2], [0, 2]]
+
+
 def test_the_gpu_of_a_rank_that_is_left_out_is_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "CUDA_VISIBLE_DEVICES" not in launch.environments(4)[0]
@@ -94,6 +133,23 @@ def test_the_gpu_of_a_rank_that_is_left_out_is_out_too(monkeypatch: pytest.Monke
     assert {own["CUDA_VISIBLE_DEVICES"] for own in found} == {"0,1,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5a,2")
     assert launch.environments(3, [0, 2])[0]["CUDA_VISIBLE_DEVICES"] == "7,2"
+
+
+def test_each_rank_and_each_spare_place_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Place 1 of five has failed, and place 3 has taken over rank 1."""
+
+    def gpus(found: list[dict[str, str]]) -> list[str]:
+        return [own["CUDA_VISIBLE_DEVICES"].split(",")[int(own[launch.GPU])] for own in found]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = launch.environments(5, [0, 3, 2], [4])
+    assert [own.get("RANK") for own in found] == ["0", "1", "2", None]
+    assert {own["WORLD_SIZE"] for own in found} == {"3"}
+    assert gpus(found) == ["0", "3", "2", "4"]
+    assert "1" not in found[0]["CUDA_VISIBLE_DEVICES"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5a,2,0,1")
+    assert gpus(launch.environments(5, [0, 3, 2], [4])) == ["7", "0", "2", "1"]
+    assert gpus(launch.environments(5, [0, 3, 2], [])) == ["7", "0", "2"]
 
 
 def test_a_launcher_reads_in_which_step_its_ranks_are(tmp_path: Path) -> None:
@@ -288,7 +344,7 @@ def test_a_run_goes_on_after_a_kill_to_the_same_weights(tmp_path: Path) -> None:
     whole, plain = train(tmp_path, "plain", paths, str(tmp_path / "none"))
     killed, again = train(tmp_path, "again", paths, str(tmp_path / "once"))
     assert (whole.returncode, killed.returncode) == (0, 0), killed.stderr
-    assert "failed in step 5: started again in 1 s (restart 1 of 3)" in killed.stderr
+    assert "failed in step 5: started again at once (restart 1 of 3)" in killed.stderr
     files = sorted((plain / "checkpoints" / f"step_{case.STEPS:08d}").glob("*.distcp"))
     assert files
     for file in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -67,6 +68,14 @@ def train(
             help="With --max-restarts: leave out a rank that was the first to fail twice in a row, down to so many.",
         ),
     ] = None,
+    spares: Annotated[
+        int,
+        typer.Option(
+            "--spares",
+            min=0,
+            help="With --max-restarts: GPUs beyond --nproc that take over from failed ones; processes wait for it.",
+        ),
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print sizes, layout, memory, traffic and order; start nothing.")
     ] = False,
@@ -87,6 +96,9 @@ def train(
         raise InputError("--config and --assume-tokens: expected together with --dry-run")
     if min_nproc is not None and (not max_restarts or min_nproc > nproc):
         raise InputError(f"--min-nproc: expected at most --nproc ({nproc}), with --max-restarts, got {min_nproc}")
+    if spares and (not max_restarts or "RANK" in os.environ):
+        why = "with --max-restarts" if not max_restarts else "none where another launcher has started the ranks"
+        raise InputError(f"--spares: expected {why}, got {spares}")
     resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check, check_settings  # torch takes seconds that a bad config need not wait for
 
@@ -105,8 +117,12 @@ def train(
             check_settings(resolved, fewer, checked.corpus.vocab_size)
         except InputError as error:
             raise InputError(f"--min-nproc: the run must be able to go on with {fewer} ranks: {error}") from None
+    if spares:
+        _check_gpus(resolved, nproc, spares)
     alone = nproc == 1 and not max_restarts and resolved.on_event is None
-    code = _here(resolved) if alone else supervise(resolved, config, overrides or (), nproc, max_restarts, min_nproc)
+    code = _here(resolved) if alone else supervise(
+        resolved, config, overrides or (), nproc, max_restarts, min_nproc, spares
+    )  # fmt: skip
     if code:
         raise typer.Exit(code)
 
@@ -116,6 +132,15 @@ app.command("debug")(debug.debug)
 app.command("report")(report.report)
 app.command("keys")(keys_command(TrainConfig))
 app.command("init")(init_command(TrainConfig, TRAIN_CASES, "quern train run"))
+
+
+def _check_gpus(config: TrainConfig, nproc: int, spares: int) -> None:
+    import torch
+
+    count = torch.cuda.device_count()
+    if (config.device == "cuda" or (config.device == "auto" and count)) and count < nproc + spares:
+        most = f"expected at most {max(0, count - nproc)}, as --nproc is {nproc}"
+        raise InputError(f"--spares: {most} and there are {counted(count, 'GPU')}, got {spares}")
 
 
 def _plan(config: TrainConfig, nproc: int, assume_tokens: float | None, vocab_size: int) -> dict[str, Any]:

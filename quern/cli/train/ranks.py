@@ -23,14 +23,15 @@ _NAMED = 8
 
 
 def supervise(
-    config: TrainConfig, file: str, overrides: Sequence[str], nproc: int, most_restarts: int, least: int | None = None
-) -> int:
+    config: TrainConfig, file: str, overrides: Sequence[str], nproc: int, most_restarts: int, least: int | None = None,
+    spares: int = 0,
+) -> int:  # fmt: skip
     """Train ``file`` with ``overrides``, which is ``config``, on ``nproc`` processes, after failures of one of them on
-    at least ``least``; returns the exit code."""
+    at least ``least``, with ``spares`` places more; returns the exit code."""
     restarts = Restarts(most_restarts, least=least)
     command = module("quern.train", file, *overrides)
     with closing(Events(config.run_dir, config.on_event)) as events:
-        attempt = Supervisor(config.run_dir, command, nproc, restarts, events, _tell).run()
+        attempt = Supervisor(config.run_dir, command, nproc, restarts, events, _tell, spares).run()
     if restarts.why is not None:
         _tell(f"not started again: {restarts.why}")
     if restarts.why is not None and attempt.step is not None:

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GRACE_S", "LOOPBACK", "Worker", "abort", "end_with_launcher", "ending_signals", "environments", "free_port",
-    "handed_on", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started", "wait",
+    "GPU", "GRACE_S", "LOOPBACK", "PIPE", "Worker", "abort", "end_with_launcher", "ending_signals", "environments",
+    "free_port", "handed_on", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started", "wait",
 ]  # fmt: skip
 
 GRACE_S = 10.0
@@ -29,8 +29,11 @@ LOOPBACK = "127.0.0.1"
 
 Worker = subprocess.Popen[bytes]
 
-_PIPE = "QUERN_LAUNCHER_PIPE"
+PIPE = "QUERN_LAUNCHER_PIPE"
 """In a worker's environment: the descriptor of a pipe whose other end only its launcher holds."""
+
+GPU = "QUERN_GPU"
+"""In a worker's environment: which of the GPUs that it sees is its own, where ``LOCAL_RANK`` does not say so."""
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -52,12 +55,12 @@ def leave_lost_terminal() -> None:
 
 def launched() -> bool:
     """Whether this process is a worker that :func:`started` has started."""
-    return _PIPE in os.environ
+    return PIPE in os.environ
 
 
 def handed_on() -> list[int]:
     """Popen's ``pass_fds`` for a program that calls :func:`end_with_launcher` in place of this process."""
-    return [int(os.environ[_PIPE])] if _PIPE in os.environ else []
+    return [int(os.environ[PIPE])] if PIPE in os.environ else []
 
 
 def end_with_launcher() -> None:
@@ -66,7 +69,7 @@ def end_with_launcher() -> None:
     Without a launcher nothing happens. What a rank has started in sessions of their own, writers and servers of
     checkpoints, ends with the rank's end of their input.
     """
-    pipe, parent = os.environ.get(_PIPE), os.getppid()
+    pipe, parent = os.environ.get(PIPE), os.getppid()
     if pipe is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
 
@@ -89,18 +92,24 @@ def free_port() -> int:
         return port
 
 
-def environments(nproc: int, places: Sequence[int] = ()) -> list[dict[str, str]]:
+def environments(nproc: int, places: Sequence[int] = (), spares: Sequence[int] | None = None) -> list[dict[str, str]]:
     """This process's environment with a rank's place among ``nproc`` on this machine, for each of them. ``places``:
-    those of ``nproc`` that are in use, where some are left out, and with them their GPUs."""
-    left = places or range(nproc)
+    by rank those of ``nproc`` that are in use, where some are not, and with them their GPUs. ``spares``: places whose
+    GPUs are seen too; then follow the environments of processes that wait there, which are no ranks."""
+    left = [*(places or range(nproc))]
+    seen = sorted({*left, *(spares or ())})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
-    gpus = [gpu for place, gpu in enumerate(visible.split(",")) if place in left]
-    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if len(left) < nproc else {}
-    nproc = len(left)
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
-    shared = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nproc),
-              "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": threads, **chosen}  # fmt: skip
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
+    gpus = [gpu for place, gpu in enumerate(visible.split(",")) if place in seen]
+    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if len(seen) < nproc or spares is not None else {}
+    world = len(left)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // world))
+    shared = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
+              "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": threads, **chosen}  # fmt: skip
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    if spares is None:
+        return ranks
+    all_of_them = zip([*ranks, *(shared for _ in spares)], [*left, *spares], strict=True)
+    return [{**own, GPU: str(seen.index(place))} for own, place in all_of_them]
 
 
 @contextmanager
@@ -109,22 +118,23 @@ def started(
     environments: Sequence[Mapping[str, str]],
     on_signal: Callable[[Sequence[Worker], int], None],
     options: Sequence[Mapping[str, Any]] = (),
+    waiting: Callable[[int, Mapping[str, str]], Worker | None] = lambda rank, environment: None,
 ) -> Iterator[list[Worker]]:
     """``command`` once for every environment, each in a session of its own: Ctrl-C at the terminal reaches a worker
     once, through us. Whatever happens in the block, no process is left over after it; if this process is killed, those
     end that have called :func:`end_with_launcher`.
 
     ``on_signal``: what is done with one of :func:`ending_signals` to this process; a SIGUSR1 goes on to the workers.
-    ``options``: Popen's, by rank.
+    ``options``: Popen's, by rank. ``waiting``: gives a process that is there already, and has the environment.
     """
     workers: list[Worker] = []
     pipe, ours = os.pipe()
     try:
         with listening(lambda number: on_signal(workers, number), lambda: send(workers, signal.SIGUSR1)):
             for number, environment in enumerate(environments):
-                how = options[number] if options else {}
-                own = {**environment, _PIPE: str(pipe)}
-                workers.append(subprocess.Popen([*command], env=own, start_new_session=True, pass_fds=[pipe], **how))
+                how = dict(options[number]) if options else {}
+                how |= {"env": {**environment, PIPE: str(pipe)}, "start_new_session": True, "pass_fds": [pipe]}
+                workers.append(waiting(number, environment) or subprocess.Popen([*command], **how))
             yield workers
     finally:
         for worker in workers:

@@ -18,7 +18,7 @@ from quern.errors import InputError
 from quern.train.debug import recorder
 from quern.train.processes import launch, machine
 
-__all__ = ["Ranks", "choose_device", "open_ranks"]
+__all__ = ["Ranks", "choose_device", "open_device", "open_ranks"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Ranks:
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """``auto`` is this rank's GPU when there is one. Where a launcher shows each process one GPU alone (Slurm's
-    ``--gpus-per-task=1`` sets ``CUDA_VISIBLE_DEVICES``), that is the rank's, whatever its number.
+    ``--gpus-per-task=1`` sets ``CUDA_VISIBLE_DEVICES``), that is the rank's, whatever its number. With spares
+    our launcher says which it is.
 
     Raises:
         InputError: CUDA asked for where there is none, or more local ranks than GPUs.
@@ -65,6 +66,7 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("device: expected a machine with CUDA, and torch finds none; give device=cpu")
+    local_rank = int(os.environ.get(launch.GPU, local_rank))
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if count == 1 and visible and "," not in visible and not launch.launched():
@@ -74,6 +76,22 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
             f"device: local rank {local_rank} has no GPU of its own ({count} here); start at most one process a GPU"
         )
     return torch.device("cuda", local_rank)
+
+
+def open_device(wanted: str, *, bind_cores: bool = False) -> torch.device:
+    """Make the device that :func:`choose_device` gives this rank the process's own. ``bind_cores``: run on the cores
+    near the GPU.
+
+    Raises:
+        InputError: as there.
+    """
+    device = choose_device(wanted, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        machine.set_allocator()
+        torch.cuda.set_device(device)
+        if bind_cores:  # before CUDA's threads and the group's are started, which run where this one does
+            machine.bind_cores(device)
+    return device
 
 
 @contextmanager
@@ -88,12 +106,7 @@ def open_ranks(
     for ranks that wait for this one.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = choose_device(wanted, int(os.environ.get("LOCAL_RANK", "0")))
-    if device.type == "cuda":
-        machine.set_allocator()
-        torch.cuda.set_device(device)
-        if bind_cores:  # before the group's threads are started, which run where this one does
-            machine.bind_cores(device)
+    device = open_device(wanted, bind_cores=bind_cores)
     already = dist.is_initialized()
     joins = "RANK" in os.environ and not already
     if joins:

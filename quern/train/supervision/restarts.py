@@ -26,6 +26,8 @@ class Attempt:
     """That it was in; None: it had not begun one."""
     adapted: bool = False
     """Whether the next start has other settings, as memory ran out."""
+    own: bool = False
+    """Whether it failed by itself, so that its place may be the cause."""
     said: str | None = None
     """Who failed and of what, in a line; None: a rank has said it itself."""
 
@@ -38,30 +40,36 @@ class Restarts:
     """Starts after a failure."""
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
-    """Before a start; twice as long after each failure that got no further than the one before."""
+    """Before a start after a failure that got no further than those before; twice as long after each more in a row."""
     places: list[int] = field(default_factory=list)
-    """The ranks of the first start, or their GPUs, that are still in use."""
+    """By rank, the places that are in use: the ranks of the first start, or their GPUs."""
+    spares: list[int] = field(default_factory=list)
+    """Places beside them, of which the first is the next to take over a rank."""
     least: int | None = None
     """How many must be; None: all."""
     done: int = 0
     """Starts after a failure so far."""
     left_out: int | None = None
     """After :meth:`wait_s`: the place that is left out from now on."""
+    taken: int | None = None
+    """After :meth:`wait_s`: the spare place that took over its rank."""
     why: str | None = None
     """After :meth:`wait_s` said None of a failure: why there is no other start."""
     _failed_at: int | None = field(default=None, init=False)
     _blamed: int | None = field(default=None, init=False)
-    _furthest: int | None = field(default=None, init=False)
+    _furthest: int = field(default=-1, init=False)
     _in_a_row: int = field(default=0, init=False)
 
     def wait_s(self, attempt: Attempt) -> float | None:
-        """Seconds to wait before the ranks are started again; None: they are not. A place that was the first to fail
-        twice in a row is left out, while there are more than ``least``."""
+        """Seconds to wait before the ranks are started again; None: they are not. After progress there is no wait: a
+        start takes longer than what a wait is for, and each has to get further. A place that has failed by itself
+        is left for a spare one, and left out, while there are more than ``least``, if it was the first to fail twice in
+        a row."""
+        self.left_out = self.taken = None
         if attempt.code in _ENDS or attempt.asked:
             return None
         if attempt.adapted or attempt.code == GoBackError.exit_code:  # no failures, and there is an end to both
             return 0.0
-        self.left_out = None
         before, self._failed_at = self._failed_at, attempt.step
         place = self.places[attempt.rank] if self.places and attempt.rank is not None else None
         more = self.least is not None and len(self.places) > self.least
@@ -74,12 +82,16 @@ class Restarts:
             times = "once" if self.most == 1 else f"{self.most} times"
             self.why = f"it was started again {times} (--max-restarts)" if self.most else None
             return None
-        if spoiled and place is not None:
+        if place is not None and self.spares and (attempt.own or spoiled):
+            self.left_out, self.taken = place, self.spares.pop(0)
+            self.places[self.places.index(place)] = self.taken
+        elif spoiled and place is not None:
             self.places.remove(place)
             self.left_out = place
         reached = -1 if attempt.step is None else attempt.step
-        further = self._furthest is None or reached > self._furthest
-        self._furthest = reached if self._furthest is None else max(self._furthest, reached)
+        further = reached > self._furthest
+        self._furthest = max(self._furthest, reached)
         self._in_a_row = 0 if further else self._in_a_row + 1
         self.done += 1
-        return min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(self._in_a_row, 30))
+        waits = self.first_wait_s * 2.0 ** min(self._in_a_row - 1, 30)
+        return min(self.longest_wait_s, waits) if self._in_a_row else 0.0

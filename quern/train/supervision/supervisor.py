@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from quern.errors import HUNG, STOPPED, GoBackError, InputError
 from quern.train.processes import launch
+from quern.train.processes.waiting import WaitingProcesses
 from quern.train.supervision import beats, out_of_memory, tracebacks
 from quern.train.supervision.events import Events
 from quern.train.supervision.restarts import Attempt, Restarts
+from quern.words import counted
 
 __all__ = ["Supervisor"]
 
@@ -22,43 +25,67 @@ class Supervisor:
     """``nproc`` processes of ``command`` with torchrun's environment.
 
     One that fails ends the others. A signal to this process goes to all, and ends the restarts. ``tell`` prints a line.
+    With ``spares``, so many places beside those of the ranks, processes wait to be the next start's ranks; ``command``
+    then calls :func:`quern.train.processes.waiting.wait` first.
     """
 
     def __init__(
         self, run_dir: str, command: Sequence[str], nproc: int, restarts: Restarts, events: Events,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None], spares: int = 0,
     ) -> None:  # fmt: skip
         self._run_dir, self._command, self._nproc = run_dir, command, nproc
+        self._waiting = WaitingProcesses(command) if spares else None
+        self._num_places = nproc + spares
         restarts.places = [*range(nproc)]
+        restarts.spares = [*range(nproc, nproc + spares)]
         self._restarts, self._events, self._tell = restarts, events, tell
         self._asked = False
 
     def run(self) -> Attempt:
         """Start the ranks until they end well, or are not started again; returns how they have ended last."""
         tracebacks.clear(self._run_dir)  # those of a failure stay while the ranks are started again
+        with self._waiting or nullcontext():
+            return self._run()
+
+    def _run(self) -> Attempt:
         while True:
             attempt = self._attempt()
             if attempt.said is not None:
                 self._tell(f"error: {attempt.said}")
+            if self._waiting is not None:
+                sound = [place for place in self._restarts.spares if not self._waiting.failed(place)]
+                self._restarts.spares = sorted(sound, key=self._waiting.ready, reverse=True)
             wait_s = self._restarts.wait_s(attempt)
             if attempt.code not in (0, InputError.exit_code):
                 event = {STOPPED: "stopped", GoBackError.exit_code: "goes_back"}.get(attempt.code, "failed")
                 self._events.tell(
                     "stopped" if attempt.asked else event, code=attempt.code, rank=attempt.rank, step=attempt.step,
                     said=attempt.said, restarts=self._restarts.done,
-                    starts_again_in_s=wait_s, why_not=self._restarts.why,
+                    starts_again_in_s=wait_s, why_not=self._restarts.why, **self._change(),
                 )  # fmt: skip
             if wait_s is None:
                 return attempt
             if attempt.code == GoBackError.exit_code or attempt.adapted:
                 continue  # a rank says it
             where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
-            if (gone := self._restarts.left_out) is not None:
+            gone, taken = self._restarts.left_out, self._restarts.taken
+            if taken is not None:
+                left = counted(len(self._restarts.spares), "spare")
+                self._tell(f"place {gone} has failed: place {taken} takes over rank {attempt.rank}, {left} left")
+            elif gone is not None:
                 self._tell(f"rank {gone} of {self._nproc} has failed twice in a row: it goes on without (--min-nproc)")
             times = f"{self._restarts.done} of {self._restarts.most}"
-            self._tell(f"failed {where}: started again in {wait_s:.0f} s (restart {times})")
+            when = f"in {wait_s:.0f} s" if wait_s else "at once"
+            self._tell(f"failed {where}: started again {when} (restart {times})")
             if self._waited(wait_s):
                 return attempt
+
+    def _change(self) -> dict[str, int | None]:
+        """Of an event, the place that is left, the spare one that takes over its rank, and how many there are still."""
+        if self._waiting is None:
+            return {}
+        own = self._restarts
+        return {"place_left": own.left_out, "place_taken": own.taken, "spares": len(own.spares)}
 
     def _waited(self, wait_s: float) -> bool:
         """Whether a signal has asked for the end before ``wait_s`` were over."""
@@ -70,10 +97,25 @@ class Supervisor:
 
     def _attempt(self) -> Attempt:
         began, adapted = time.time(), out_of_memory.count(self._run_dir)
+        places, spares = [*self._restarts.places], None if self._waiting is None else [*self._restarts.spares]
+        made = launch.environments(self._num_places, places, spares)
         with tempfile.NamedTemporaryFile(prefix="quern-ranks-") as file:
-            environments = beats.environments_with(file.name, launch.environments(self._nproc, self._restarts.places))
-            with launch.started(self._command, environments, self._on_signal) as workers:
-                code = launch.wait(workers) or 0
+            environments = beats.environments_with(file.name, made[: len(places)])
+            beside = dict(zip(spares or (), made[len(places) :], strict=True))
+            started = False
+
+            def take(rank: int, environment: Mapping[str, str]) -> launch.Worker | None:
+                return None if self._waiting is None else self._waiting.take(places[rank], environment)
+
+            def look(failed: bool) -> bool:
+                nonlocal started
+                if self._waiting is not None and not (started or failed) and None not in beats.read(file.fileno()):
+                    started = True
+                    self._waiting.keep(environments, beside)
+                return failed
+
+            with launch.started(self._command, environments, self._on_signal, waiting=take) as workers:
+                code = launch.wait(workers, look) or 0
                 codes = [worker.poll() for worker in workers]
                 code = HUNG if HUNG in codes else code  # the others may have failed of its end
                 launch.abort(workers)
@@ -85,6 +127,7 @@ class Supervisor:
             code if code >= 0 else 128 - code, self._asked, rank,
             steps[rank] if rank is not None else max(reached, default=None),
             out_of_memory.count(self._run_dir) > adapted,
+            failure is not None and failure.own,
             None if failure is None else failure.said,
         )  # fmt: skip
 

@@ -86,6 +86,8 @@ class Failure:
     rank: int
     said: str
     """Who failed of what, and what to do, in a line."""
+    own: bool = True
+    """Whether it failed by itself, and not of another rank's failure or of what all ranks fail of."""
 
 
 def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0) -> Failure | None:
@@ -109,7 +111,8 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
             found.append((float(head[1]), rank, head[2]))
     if found and HUNG in codes:
         _, rank, what = min(found)
-        return Failure(rank, f"rank {rank}: {what}; stacks of all: {tracebacks_folder(run_dir)}; {after}")
+        one = not what.startswith(("hangs: ranks", "hangs: all ranks"))
+        return Failure(rank, f"rank {rank}: {what}; stacks of all: {tracebacks_folder(run_dir)}; {after}", one)
     killed = [(code, rank) for rank, code in enumerate(codes) if code is not None and code < 0]
     if killed:
         code, rank = min(killed)
@@ -127,4 +130,5 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
         named = f"rank {hung[0]} does" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} do"
         where = "".join(f"; stacks: {file}" for file in stacks if os.path.isfile(file) and os.path.getsize(file))
         return Failure(hung[0], f"{named} not answer, and rank {rank} waited in vain ({what}){where}; {after}")
-    return Failure(rank, f"rank {rank}: {what}; its traceback: {file_of(run_dir, rank)}; {after}")
+    own = not in_vain(what) and [error for _, _, error in found].count(what) == 1
+    return Failure(rank, f"rank {rank}: {what}; its traceback: {file_of(run_dir, rank)}; {after}", own)
