@@ -86,6 +86,8 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         (("resume.step=3",), "checkpoints: has no checkpoint of step 3 (there are: none)"),
         (("nope=1",), "nope: unknown key; known keys: activation_checkpointing, activation_checkpointing_layers, "),
         (("--nproc", "0"), "--nproc: expected 1 rank or more, got 0"),
+        (("--spares", "1"), "--spares: expected 0 or more, with --max-restarts, and"),
+        (("--max-restarts", "1", "--spares", "-1"), "--spares: expected 0 or more, with --max-restarts, and"),
         (("--json",), "--json: expected together with --dry-run"),
         (("--config",), "--config and --assume-tokens: expected together with --dry-run"),
         (("--assume-tokens", "1e3"), "--config and --assume-tokens: expected together with --dry-run"),
@@ -97,6 +99,16 @@ def test_a_config_that_cannot_train_is_refused_in_one_line(
 ) -> None:
     dry = () if {"--json", "--config", "--assume-tokens"} & {*arguments} else ("--dry-run",)
     assert expected in refused("train", config, *arguments, *dry)
+    assert not (config.parent / "run").exists()
+
+
+def test_spares_that_no_one_could_use_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "train", config, "device=auto", "--nproc", 3, "--max-restarts", 1, "parallel.dp_shard=3", "global_batch=6"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    most = "--spares: expected at most 1, as --nproc is 3 and there are 4 GPUs, got 2"
+    assert most in refused(*command, "--spares", 2)
+    monkeypatch.setenv("RANK", "0")
+    assert "and 0 where another launcher has started the ranks, got 1" in refused(*command, "--spares", 1)
     assert not (config.parent / "run").exists()
 
 

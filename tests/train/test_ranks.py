@@ -55,6 +55,16 @@ def test_ranks_of_our_launcher_share_no_gpu_that_alone_is_visible(gpus: Any, mon
         choose_device("cuda", 1)
 
 
+def test_with_spares_the_launcher_says_which_gpu_is_a_ranks(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its number: rank 1 here goes on where the last of four is."""
+    gpus(4, "0,1,2,3")
+    monkeypatch.setenv(launch.GPU, "3")
+    assert choose_device("auto", 1) == torch.device("cuda", 3)
+    monkeypatch.setenv(launch.GPU, "4")
+    with pytest.raises(InputError, match="local rank 4 has no GPU of its own"):
+        choose_device("cuda", 1)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nccl_is_bound_to_the_gpu_and_not_closed_by_a_rank_that_failed(
     gpus: Any, monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from quern.config import dump_yaml
 from quern.train import run_record
 from quern.train.supervision import tracebacks
@@ -110,3 +112,32 @@ def test_a_traceback_of_an_earlier_start_is_not_this_ones(tmp_path):
     assert tracebacks.first_failure(str(tmp_path), [1, 0], later) is None
     failed(tmp_path, 0, ValueError("new"))
     assert "new" in tracebacks.first_failure(str(tmp_path), [1, 0], later).said
+
+
+TIMED_OUT, CLOSED = TimeoutError("timed out after 600 s"), RuntimeError("Connection closed by peer [127.0.0.1]:4411")
+
+
+@pytest.mark.parametrize(
+    ("codes", "errors", "expected"),
+    [
+        pytest.param([1, -9], {0: CLOSED}, (1, True), id="killed"),
+        pytest.param([1, -6], {0: CLOSED}, (1, True), id="crashed"),
+        pytest.param([1, -6], {0: ValueError("a bug")}, (1, False), id="aborted by a library, of another's error"),
+        pytest.param([1, 1], {1: MemoryError("of the device"), 0: CLOSED}, (1, True), id="an error of its own"),
+        pytest.param([1, 1], {0: ValueError("a bug"), 1: ValueError("a bug")}, (0, False), id="what all fail of"),
+        pytest.param([1, 0], {0: CLOSED}, (0, False), id="another's end"),
+        pytest.param([1, None], {0: TIMED_OUT}, (1, True), id="hangs, by the others"),
+        pytest.param([5, 5], {1: "hangs: rank 1 does not answer, and the others wait"}, (1, True), id="hangs"),
+        pytest.param([5, 5], {0: "hangs: ranks 0 and 1 do not get further than data"}, (0, False), id="several hang"),
+        pytest.param([5, 5], {0: "hangs: all ranks are in forward of step 3"}, (0, False), id="all hang"),
+    ],
+)
+def test_whether_a_rank_failed_by_itself(tmp_path, codes, errors, expected):
+    for rank, error in errors.items():
+        if isinstance(error, str):  # as the watchdog writes it
+            (tmp_path / "tracebacks").mkdir()
+            Path(tracebacks.file_of(str(tmp_path), rank)).write_text(f"{time.time():.6f} {error}\n")
+        else:
+            failed(tmp_path, rank, error)
+    failure = tracebacks.first_failure(str(tmp_path), codes)
+    assert (failure.rank, failure.own) == expected

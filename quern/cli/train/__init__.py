@@ -72,7 +72,6 @@ def train(
         int,
         typer.Option(
             "--spares",
-            min=0,
             help="With --max-restarts: GPUs beyond --nproc that take over from failed ones; processes wait for it.",
         ),
     ] = 0,
@@ -96,8 +95,8 @@ def train(
         raise InputError("--config and --assume-tokens: expected together with --dry-run")
     if min_nproc is not None and (not max_restarts or min_nproc > nproc):
         raise InputError(f"--min-nproc: expected at most --nproc ({nproc}), with --max-restarts, got {min_nproc}")
-    if spares and (not max_restarts or "RANK" in os.environ):
-        why = "with --max-restarts" if not max_restarts else "none where another launcher has started the ranks"
+    if spares and (spares < 0 or not max_restarts or "RANK" in os.environ):
+        why = "0 or more, with --max-restarts, and 0 where another launcher has started the ranks"
         raise InputError(f"--spares: expected {why}, got {spares}")
     resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check, check_settings  # torch takes seconds that a bad config need not wait for

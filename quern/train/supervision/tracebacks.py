@@ -120,7 +120,8 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
             name = f" ({signal.Signals(-code).name})"
         except ValueError:
             name = ""
-        return Failure(rank, f"rank {rank} was killed by signal {-code}{name}; {after}")
+        own = code != -signal.SIGABRT or all(in_vain(error) for _, _, error in found)  # NCCL aborts of others' errors
+        return Failure(rank, f"rank {rank} was killed by signal {-code}{name}; {after}", own)
     if not found or len(found) < sum(code not in (0, STOPPED, HUNG, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
