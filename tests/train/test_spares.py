@@ -33,7 +33,8 @@ def begin(folder, prepare, open_spare):
     waiting.wait(prepare, open_spare)
     gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     own = {"rank": int(os.environ["RANK"]), "place": gpus[int(os.environ["QUERN_GPU"])], "pid": os.getpid(),
-           "waited": waited, "world": os.environ["WORLD_SIZE"], "mark": os.environ["MARK"]}
+           "waited": waited, "sees": [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["QUERN_GPU"]],
+           "mark": os.environ["MARK"]}
     with open(os.path.join(folder, "begun"), "a") as file:
         file.write(json.dumps(own) + "\\n")
     launch.end_with_launcher()
@@ -44,12 +45,18 @@ PROGRAM = (
     + """
 from quern.train.supervision import beats
 folder, opens, *fails = sys.argv[1:]
-opened = lambda: sys.exit("no device") if opens == "no" else open(os.path.join(folder, f"opened-{os.getpid()}"), "x")
+def opened():
+    if opens == "no":
+        raise RuntimeError("no device")
+    with open(os.path.join(folder, f"opened-{os.getpid()}"), "x") as file:
+        json.dump([os.environ["CUDA_VISIBLE_DEVICES"], os.environ["QUERN_GPU"]], file)
+
 begin(folder, lambda: None, opened)
 rank = int(os.environ["RANK"])
 start = (sum(json.loads(line)["rank"] == rank for line in open(os.path.join(folder, "begun"))) - 1)
 with beats.telling() as tell:
     tell(start)
+    tell(start + 1)
     if start < len(fails):
         while not os.path.exists(os.path.join(folder, f"go{start}")):
             time.sleep(0.01)
@@ -114,9 +121,18 @@ def places(begun: list[dict[str, Any]]) -> list[str]:
     return [own["place"] for own in sorted(begun, key=lambda own: own["rank"])]
 
 
-def test_a_spare_place_takes_over_and_all_ranks_go_on_in_processes_that_waited(tmp_path: Path) -> None:
+def test_a_spare_place_takes_over_and_all_ranks_go_on_in_processes_that_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, seen = Run(tmp_path, KILLED), list[Any]()
-    assert run.run(lambda number: seen.extend(run.waiting())).code == 0
+
+    def look(number: int) -> None:
+        seen.extend(run.waiting())
+        assert run.supervisor._waiting is not None
+        assert run.supervisor._waiting.take(0, {"OMP_NUM_THREADS": "77"}) is None
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run.run(look).code == 0
     first, second = run.begun()[:2], run.begun()[2:]
     assert (places(first), places(second)) == (["0", "1"], ["0", "2"])
     assert [own["waited"] for own in first + second] == [False, False, True, True]
@@ -124,11 +140,14 @@ def test_a_spare_place_takes_over_and_all_ranks_go_on_in_processes_that_waited(t
     assert {own["mark"] for own in second} == {os.environ["MARK"]}
     spare = next(own.worker.pid for own in seen if own.place == 2)
     assert [path.name for path in tmp_path.glob("opened-*")] == [f"opened-{spare}"]
-    assert next(own["pid"] for own in second if own["rank"] == 1) == spare
+    (taken,) = (own for own in second if own["rank"] == 1)
+    assert taken["pid"] == spare
+    assert taken["sees"] == json.loads((tmp_path / f"opened-{spare}").read_text()), "the GPU that it has opened"
+    assert next(own["sees"] for own in second if own["rank"] == 0) == ["0,2", "0"], "and not the one that failed"
     assert all(has_ended(own.worker.pid) for own in seen)
     assert run.said[1:] == [
         "place 1 has failed: place 2 takes over rank 1, 0 spares left",
-        "failed in step 0: started again at once (restart 1 of 9)",
+        "failed in step 1: started again at once (restart 1 of 9)",
     ]
     (event,) = run.told()
     assert (event["place_left"], event["place_taken"], event["spares"]) == (1, 2, 0)
@@ -169,6 +188,7 @@ def test_a_spare_place_whose_device_cannot_be_opened_takes_nothing_over(tmp_path
     assert run.run().code == 0
     assert places(run.begun()[2:]) == ["0", "1"]
     assert run.told()[0]["spares"] == 0
+    assert "warning: a process cannot wait for its rank: RuntimeError: no device" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -30,6 +30,9 @@ line ends before that."""
 _KEPT = ("CUDA_VISIBLE_DEVICES", launch.GPU)
 """What says which device is open stays."""
 
+_ASKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""torch then looks for GPUs without CUDA's driver, which would keep to what it is shown first."""
+
 _NICE = 10
 
 
@@ -66,9 +69,9 @@ class WaitingProcesses(Closes):
 
     def keep(self, ranks: Sequence[Mapping[str, str]], spares: Mapping[int, Mapping[str, str]]) -> None:
         """Start those that are missing: one for each rank's environment, without a device, and one for each spare place
-        and its environment."""
+        and its environment. End those that have another number of threads."""
         for own in self._waiting:
-            if own.worker.poll() is not None:
+            if own.worker.poll() is not None or own.threads != ranks[0]["OMP_NUM_THREADS"]:
                 own.end()
         self._waiting = [own for own in self._waiting if own.worker.returncode is None]
         there = [own.place for own in self._waiting]
@@ -80,7 +83,7 @@ class WaitingProcesses(Closes):
     def _start(self, place: int | None, environment: Mapping[str, str]) -> _Waiting:
         ours, its = socket.socketpair()
         told = f"{its.fileno()} {'' if place is None else 'spare'}"
-        own = {**environment, _WAITS: told, launch.PIPE: str(self._pipe[0])}
+        own = {**environment, **_ASKED, _WAITS: told, launch.PIPE: str(self._pipe[0])}
         with its:
             fds = [its.fileno(), self._pipe[0]]
             worker = subprocess.Popen([*self._command], env=own, start_new_session=True, pass_fds=fds)

@@ -109,7 +109,7 @@ class Supervisor:
 
             def look(failed: bool) -> bool:
                 nonlocal started
-                if self._waiting is not None and not (started or failed) and None not in beats.read(file.fileno()):
+                if self._waiting is not None and not (started or failed) and beats.first_ended(file.fileno()):
                     started = True
                     self._waiting.keep(environments, beside)
                 return failed
