@@ -132,14 +132,15 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
 
 def measure(mode: str, folder: str, config: str) -> dict[str, float]:
     """Seconds of each part, and in all."""
-    own = [sys.executable, __file__]
+    own, environment = [sys.executable, __file__], dict(os.environ)
     if mode == "torchrun":
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks meet the addresses of those before them
         many = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
         command = [sys.executable, "-m", "torch.distributed.run", *many, __file__, "rank", folder, config]
     else:
         command = [*own, "supervise", folder, config, "1" if "spares 1" in mode else "0"]
     with open(os.path.join(folder, "log"), "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
 
         def at(step: int, after: float = 0.0) -> list[dict[str, Any]]:
