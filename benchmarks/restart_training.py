@@ -177,7 +177,7 @@ def _parts(folder: str, killed: float) -> dict[str, float]:
         return {}
     known = any(m["what"] == "ended" for m in later)
     starts = ends("starts" if known else "begins", min)
-    seen = [ends("noticed", min), ends("ended", min)] if known else [starts, starts]
+    seen = [ends("noticed", min), ends("ended", min)] if known else [killed, killed]
     times = [killed, *seen, starts, ends("group opens", max), ends("group open", max), ends("trainer open", max)]
     times.append(max(steps))
     parts = dict(zip(PARTS, (b - a for a, b in pairwise(times)), strict=True))
@@ -213,8 +213,8 @@ def main() -> None:
     print("| seconds, median of " + f"{given.rounds} | " + " | ".join(MODES) + " |\n|---|" + "---:|" * len(MODES))
     for part in (*PARTS, "in all"):
         cells = [f"{medians[mode][part]:.2f}" for mode in MODES]
-        if part in PARTS[:2]:
-            cells[2] = "in the next"
+        if part in PARTS[:2]:  # what is seen of torchrun begins with the new processes
+            cells[2] = "in back-off"
         print(f"| {part} | " + " | ".join(cells) + " |")
     ratios = [f"{medians[mode]['in all'] / medians['torchrun']['in all']:.2f}" for mode in MODES]
     print("| over torchrun's | " + " | ".join(ratios) + " |")
