@@ -58,6 +58,7 @@ from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
 from quern.train.supervision import out_of_memory
+from quern.train.supervision.recomputation import check_recomputation
 from quern.train.supervision.replicas import check_replicas
 from quern.train.supervision.stragglers import Stragglers
 from quern.train.trackers.board import branch_folder
@@ -92,6 +93,7 @@ def check_settings(config: TrainConfig, world: int, vocab_size: int) -> Layout:
         raise InputError(f"--nproc: expected 1 rank or more, got {world}")
     plan = plan_mesh(config.parallel, world)
     check_replicas(config.replicas.interval, plan)
+    check_recomputation(config.replicas.recompute_interval, plan)
     batches = {"": config.global_batch} | {f"phases.{n}.": phase.global_batch for n, phase in enumerate(config.phases)}
     for where, batch in batches.items():
         if batch is not None and (problem := check_divides(batch, plan.dp_size, config.micro_batch)):

@@ -42,6 +42,7 @@ from quern.train.step.validation import Validator
 from quern.train.supervision import beats
 from quern.train.supervision.back import GoingBack
 from quern.train.supervision.device_watch import DeviceWatch
+from quern.train.supervision.recomputation import Recomputation
 from quern.train.supervision.replicas import Replicas
 from quern.train.supervision.stragglers import Stragglers
 from quern.train.supervision.watchdog import Watchdog
@@ -109,6 +110,7 @@ class Trainer(Closes):
     device_watch: DeviceWatch = field(init=False)
     saves: CheckpointScheduler = field(init=False)
     replicas: Replicas = field(init=False)
+    recomputation: Recomputation = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
 
@@ -120,13 +122,13 @@ class Trainer(Closes):
         self.back = GoingBack(self.config, self.start.mixture.order.hash, self.start.backs, self.ledger, self.ranks)
         self.watchdog = Watchdog(self.config, self.ranks, self.start.step)
         self.device_watch = DeviceWatch(self.config.device_check_s, self.ranks)
-        entries = [] if self.ledger is None else self.ledger.entries
-        health = HealthTracker.from_ledger(entries, self.config.guard.health_window)
+        health = HealthTracker.from_ledger(self.ledger.entries if self.ledger else [], self.config.guard.health_window)
         self.saves = CheckpointScheduler(
             self.config.checkpoint, self.checkpoints, health, self.ledger, self.ranks.world, self.start.step
         )
         interval, gradients = self.config.replicas.interval, self.parallel.gradients
         self.replicas = Replicas(interval, gradients, self.optimizer, self.ranks, self.start.step)
+        self.recomputation = Recomputation(self.config, self.parallel, self.loss_scale, self.ranks, self.start.step)
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
     def fit(self) -> None:
@@ -161,6 +163,8 @@ class Trainer(Closes):
         self.watchdog.enter("data", step)
         batch = self.feed.take(self.data_step(step))
         loss = self.forward_backward(batch)
+        self.watchdog.enter("recompute")
+        self.recomputation.check(step + 1, batch)
         norm = self.clip(step)
         health = self.guard.judge(loss, norm, left_out=batch.data_step in self.start.left_out)
         self.update(step, health)
@@ -192,7 +196,8 @@ class Trainer(Closes):
 
         losses = self.by_source.buffers(self.parallel.run.counts)
         self.by_rank.begin()
-        sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
+        watched = self.recomputation.watched(self.done + 1, self.saves.due(self.done + 1), batch, weigh)
+        sums = self.parallel.run.forward_backward(batch.micro_batches, watched, losses)
         self.forensics.keep(batch, losses)
         self.watchdog.enter("reduce")
         self.by_rank.wait()
@@ -255,7 +260,7 @@ class Trainer(Closes):
             self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             self.back.judge(pending.step, pending.data_step, found, self._skips)
-        self.back.judge_copies(self.replicas.settle(self.done - keep))
+        self.back.judge_copies([*self.recomputation.found, *self.replicas.settle(self.done - keep)])
 
     def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:
@@ -368,14 +373,9 @@ class Trainer(Closes):
 
     def close(self) -> None:
         """Stop threads, close files and release the run's lock."""
-        self.feed.close()
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.trackers is not None:
-            self.trackers.close()
-        if self.ledger is not None:
-            self.ledger.close()
-        self.checkpoints.close()
+        for own in (self.feed, self.metrics, self.trackers, self.ledger, self.checkpoints):
+            if own is not None:
+                own.close()
 
     def _lr(self, step: int) -> float:
         rate = learning_rate(step, self.config.steps, self.config.optimizer.lr, self.config.schedule)

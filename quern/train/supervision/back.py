@@ -56,10 +56,12 @@ class GoingBack:
         for corruption in found:
             if self._ledger is not None:
                 log.error("silent corruption: %s", corruption)
-                self._ledger.append("corrupt", **vars(corruption))
+                self._ledger.append("corrupt", **{name: own for name, own in vars(corruption).items() if own != ()})
         if found:
             self._end_if_too_often(found[0].step - 1, "silent corruption")
-            self.now(found[0].step - 1, f"silent corruption: {found[0]}", before=found[0].since, good=False)
+            self.now(
+                found[0].step - 1, f"silent corruption: {found[0]}", before=min(own.since for own in found), good=False
+            )
 
     def now(self, step: int, reason: str, *, before: int, leave_out: Iterable[int] = (), good: bool = True) -> None:
         """Write down that the next start goes back to the last good checkpoint, or to the newest, after at most

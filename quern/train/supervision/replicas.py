@@ -29,6 +29,7 @@ from quern.words import counted
 __all__ = ["Corruption", "Replicas", "check_replicas", "odd_ranks"]
 
 _AXES = {"dp_replicate": "replicas differ", "tp": "drift across tensor parallel ranks"}
+_FOUND = {**_AXES, "recomputation": "two computations of a micro-batch differ"}
 _NAMED = 8
 """Tensors that a line of the ledger names, and ranks that a message does, at most."""
 
@@ -44,7 +45,7 @@ class Corruption:
     since: int
     """Steps that were complete when they were last equal: checkpoints after it are not to be trusted."""
     group: str
-    """The axis along which the copies lie: ``dp_replicate`` or ``tp``."""
+    """The axis along which the copies lie: ``dp_replicate`` or ``tp``; or ``recomputation``, of a micro-batch."""
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     """Of these ranks."""
@@ -54,6 +55,8 @@ class Corruption:
     tensors: tuple[str, ...]
     """The first that differ."""
     num_tensors: int
+    pairs: tuple[tuple[int, int], ...] = ()
+    """With ``recomputation``: the ranks whose results differ, who computed first and who again."""
 
     def __str__(self) -> str:
         seats = [f"rank {rank} ({host})" for rank, host in zip(self.ranks, self.hosts, strict=True)]
@@ -61,8 +64,10 @@ class Corruption:
         who = ", ".join(seats[:_NAMED]) + others
         verdict = f"wrong: {who}" if self.certain else f"wrong is one of {who}"
         more = f" and {self.num_tensors - 1} more" if self.num_tensors > 1 else ""
+        twice = [f"rank {one}, then by {'the same' if one == two else f'rank {two}'}" for one, two in self.pairs]
+        by = f" (computed by {'; '.join(twice[:_NAMED])})" if twice else ""
         return (
-            f"{_AXES[self.group]} after {counted(self.step, 'step')} in {self.tensors[0]}{more}; {verdict}; "
+            f"{_FOUND[self.group]} after {counted(self.step, 'step')} in {self.tensors[0]}{more}{by}; {verdict}; "
             f"all were equal after {counted(self.since, 'step')}"
         )
 

@@ -33,7 +33,7 @@ from quern.train.supervision import tracebacks
 
 __all__ = ["PHASES", "Limits", "Watchdog", "culprits"]
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "metrics", "validation", "save", "end")
+PHASES = ("data", "forward", "backward", "reduce", "recompute", "optimizer", "metrics", "validation", "save", "end")
 """In the order of a step. ``save`` and ``end`` wait for disks and stores, and may take as long as they like: ranks that
 wait for each other there keep each other alive."""
 
