@@ -39,12 +39,11 @@ from quern.train.step.precision import LossScale, precision_of
 from quern.train.supervision.bit_hash import BitHash
 from quern.train.supervision.replicas import Corruption
 
-__all__ = ["Recomputation", "check_recomputation", "odd_pairs"]
+__all__ = ["Recomputation", "bound_of", "check_recomputation", "odd_pairs"]
 
 _LOSS = "loss"
 _NAMED = 8
 _ROUNDINGS = 16
-"""Without bitwise equality two sums may differ by so many unit roundoffs of the dtype of activations."""
 
 
 class Recomputation:
@@ -64,7 +63,7 @@ class Recomputation:
         if not self._interval:
             return
         exact = config.deterministic or ranks.device.type == "cpu"
-        self._bound = 0.0 if exact else _ROUNDINGS * torch.finfo(precision_of(config.precision).compute).eps / 2
+        self._bound = 0.0 if exact else bound_of(precision_of(config.precision).compute)
         self._digest = BitHash(ranks.device) if exact else _sums
         self._hooks, self._before = ExitStack(), list[Tensor]()
         parameters = [(n, p) for n, p in parallel.model.named_parameters() if p.requires_grad]
@@ -72,9 +71,10 @@ class Recomputation:
         self._names = [_LOSS, *reversed(names.values())]
         # FSDP2 has an unsharded parameter for each, whose gradient it takes when a unit's backward ends
         modules = [module for module in parallel.model.modules() if isinstance(module, FSDPModule)]
+        groups = {id(group): group for module in modules for group in fsdp_groups(module)}  # modules may share one
         self._units = [
             (group, [(names.pop(id(own.sharded_param)), own) for own in group.fsdp_params])
-            for module in modules for group in fsdp_groups(module)
+            for group in groups.values()
         ]  # fmt: skip
         self._totals = [
             (names.pop(id(weight)), kept.total_OK)
@@ -178,8 +178,7 @@ class Recomputation:
             before.copy_(now)
 
     def _stacked(self, found: dict[str, Tensor]) -> Tensor:
-        none_2 = torch.zeros_like(found[_LOSS])
-        return torch.stack([found.get(name, none_2) for name in self._names])
+        return torch.stack([found[name] for name in self._names])  # every weight has a part in every micro-batch
 
     def _rotated(self, inputs: Inputs, first_T2: Tensor, by: int) -> tuple[Inputs, Tensor]:
         """The micro-batch of the data-parallel rank ``by`` before this one, and its hashes."""
@@ -222,8 +221,9 @@ class Recomputation:
         if not self._bound:
             return (one_T2 != other_T2).any(-1)
         most_T1 = one_T2[..., 1:].maximum(other_T2[..., 1:])
-        far_T = ~((one_T2 - other_T2).abs() <= self._bound * most_T1).all(-1)
-        return far_T & (one_T2.isfinite() | other_T2.isfinite()).any(-1)  # what overflows does so twice
+        far_T = ((one_T2 - other_T2).abs() > self._bound * most_T1).any(-1)
+        finite_T, other_T = one_T2.isfinite().all(-1), other_T2.isfinite().all(-1)
+        return torch.where(finite_T & other_T, far_T, finite_T != other_T)  # what overflows does so twice
 
     def _named(self, done: int, first_T2: Tensor, again_T2: Tensor, third_T2: Tensor) -> Corruption:
         """Who was wrong, from all ranks' digests. D data-parallel ranks, S ranks that share a micro-batch."""
@@ -277,6 +277,13 @@ def check_recomputation(interval: int, plan: MeshPlan) -> None:
             f"replicas.recompute_interval: expected 0 with parallel.pp above 1, where stages are at several "
             f"micro-batches at once, got {interval}"
         )
+
+
+def bound_of(compute: torch.dtype) -> float:
+    """On the difference of two sums relative to the sum of magnitudes, where activations have this dtype: 16 unit
+    roundoffs, of float32 at least. Another order of additions changes a gradient's elements by a rounding or a few,
+    up and down, so that of sums hardly anything is seen; a flip of an exponent's upper bits is far above it."""
+    return _ROUNDINGS * max(torch.finfo(compute).eps, torch.finfo(torch.float32).eps) / 2
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import nn
 
 from quern.errors import GoBackError
 from quern.model.transformer import RMSNorm
+from quern.train.config import TrainConfig
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
@@ -38,13 +39,11 @@ class Fault:
 
 
 class Injector:
-    """Flips bits as its fault says; ``flipped``: how often it has."""
+    """Flips bits of what a module computes, as its fault says; ``flipped``: how often it has."""
 
-    def __init__(self, model: nn.Module, fault: Fault | None) -> None:
+    def __init__(self, module: nn.Module, fault: Fault | None = None) -> None:
         self.fault, self.step, self.call, self.flipped = fault, -1, 0, 0
-        if fault is not None:
-            module = model.get_submodule(fault.module)
-            module.forward = self._around(module, module.forward)  # type: ignore[method-assign]
+        module.forward = self._around(module, module.forward)  # type: ignore[method-assign]
 
     def begin(self, step: int) -> None:
         self.step, self.call = step, 0
@@ -63,7 +62,8 @@ class Injector:
     def _around(self, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: torch.Tensor, *rest: Any) -> Any:
             fault = self.fault
-            assert fault is not None
+            if fault is None:
+                return plain(x, *rest)
             now = self.step >= fault.step and (fault.call is None or (self.step, self.call) == (fault.step, fault.call))
             self.call += 1
             if not now:
@@ -93,23 +93,26 @@ class _Flipped(torch.autograd.Function):
         return gradient if ctx.now else ctx.injector.flip(gradient), None, None
 
 
-def life(
-    run: str, paths: list[str], changes: dict[str, Any], fault: Fault | None = None, look: Any = None
-) -> dict[str, Any]:
-    """What a run to its end, or to what it finds, leaves on this rank; ``look(trainer)`` may change the trainer."""
-    config = run_case.settings(run, paths, **{**QUIET, **changes})
+def settings(run: str, paths: list[str], changes: dict[str, Any]) -> TrainConfig:
+    return run_case.settings(run, paths, **{**QUIET, **changes})
+
+
+def life(run: str, paths: list[str], changes: dict[str, Any], fault: Fault | None = None) -> dict[str, Any]:
+    """What a run to its end, or to what it finds, leaves on this rank."""
+    config = settings(run, paths, changes)
     rank = dist.get_rank() if dist.is_initialized() else 0
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
-        injector = Injector(trainer.model, fault if fault is not None and fault.rank == rank else None)
+        injectors = []
+        if fault is not None and fault.rank == rank:
+            injectors.append(Injector(trainer.model.get_submodule(fault.module), fault))
         step = trainer.train_step
 
         def told(number: int) -> None:
-            injector.begin(number)
+            for own in injectors:
+                own.begin(number)
             step(number)
 
         trainer.train_step = told  # type: ignore[method-assign]
-        if look is not None:
-            look(trainer)
         drawn = torch.get_rng_state()
         left: dict[str, Any] = {"error": "", "state": {}}
         try:
@@ -118,8 +121,12 @@ def life(
         except GoBackError as error:
             left["error"] = str(error)
         assert torch.equal(drawn, torch.get_rng_state())
-        found = [vars(own) for own in trainer.recomputation.found]
-        return left | {"found": found, "flipped": injector.flipped, "since": trainer.recomputation.since}
+        seen = [vars(own) for own in trainer.recomputation.found]
+        return left | {
+            "found": seen,
+            "flipped": sum(own.flipped for own in injectors),
+            "since": trainer.recomputation.since,
+        }
 
 
 def _extra(trainer: Trainer) -> dict[str, torch.Tensor]:
