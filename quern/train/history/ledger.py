@@ -23,7 +23,8 @@ name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.h
 before, leave_out, good, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler
 {step, what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``corrupt {step,
 since, group, ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last
-equal after ``since`` (:mod:`quern.train.supervision.replicas`); ``complete {step}``, steps that another trainer says
+equal after ``since`` (:mod:`quern.train.supervision.replicas`), or with ``pairs`` two computations of a micro-batch
+(:mod:`quern.train.supervision.recomputation`); ``complete {step}``, steps that another trainer says
 it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step, run, path}``: the lines before it
 are those of the run ``run`` in the folder ``path``, up to its checkpoint after ``step`` steps, from which this run goes
 on. Facts of an attempt stand before the line that opens the next one. A healthy step leaves no line.
