@@ -34,6 +34,7 @@ NOT_RUN = {
     r"quern bench|float8": "needs GPUs, or minutes; tests/cli/test_bench.py runs small ones",
     r"quern doctor|preflight=true": "it measures the machine; tests/cli/test_doctor.py runs it",
     r"--max-restarts|replicas\.interval": "needs several GPUs; tests/train/test_chaos.py runs small ones",
+    r"replicas\.recompute_interval": "needs several GPUs; tests/distributed/test_recomputation.py runs small ones",
     r"quern train debug": "needs a run that failed; tests/train/test_flight.py has some",
     r"quern train profile": "a minute; tests/cli/test_train_profile.py runs small ones",
     r"--dtype uint|--val --no-eot": "a synopsis: nobody gives all of its options",
