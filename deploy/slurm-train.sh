@@ -26,6 +26,8 @@ set -euo pipefail
 export OMP_NUM_THREADS=1
 # torchrun starts ranks by `python -m`, which would import a file such as torch.py from the folder of the job.
 export PYTHONSAFEPATH=1
+# Else ranks that torchrun starts again read what the last ones left in its store (torch 2.13; pytorch issue 135712).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000))
 

@@ -17,7 +17,7 @@ import pytest
 
 from quern.cli.train import ranks
 from quern.config import dump_yaml
-from quern.errors import HUNG
+from quern.errors import FAILING, HUNG
 from quern.train.processes import launch
 from quern.train.supervision import beats, events
 from quern.train.supervision.events import Events
@@ -75,6 +75,8 @@ def by(rank: int | None, step: int | None, code: int = 137, own: bool = True, **
         pytest.param(2, [by(2, 5), by(2, 6), by(2, 7), by(2, 8)], [0, 1], None, id="then the one in its place"),
         pytest.param(3, [by(2, 5), by(2, 5), by(2, 5)], [0, 1, 3], "step 5", id="as few as there may be"),
         pytest.param(1, [by(None, 5), by(None, 5)], [0, 1, 2, 3], "step 5", id="nobody knows who"),
+        pytest.param(3, [Attempt(FAILING, rank=1, step=5)], [0, 2, 3], None, id="whose GPU fails, at once"),
+        pytest.param(4, [Attempt(FAILING, rank=1, step=5)], [0, 1, 2, 3], None, id="whose GPU fails, and is needed"),
     ],
 )
 def test_which_ranks_are_left_out(least: int, attempts: Sequence[Attempt], left: list[int], why: str | None) -> None:
@@ -246,6 +248,18 @@ def supervise(tmp_path: Path, most: int, fails: int, *steps: str) -> tuple[Attem
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quern.train.processes.launch.GRACE_S", 0.1)
+
+
+def test_a_rank_whose_gpu_fails_is_left_out_at_once(tmp_path: Path) -> None:
+    """The others end after it, with another code."""
+    code = "import os, sys, time\nif os.environ['WORLD_SIZE'] == '2':\n"
+    code += " time.sleep(os.environ['RANK'] == '0')\n sys.exit(6 if os.environ['RANK'] == '1' else 3)"
+    said: list[str] = []
+    restarts, told = Restarts(3, least=1), Events(str(tmp_path), None)
+    attempt = Supervisor(str(tmp_path), [sys.executable, "-c", code], 2, restarts, told, said.append).run()
+    assert (attempt.code, restarts.places) == (0, [0])
+    assert "rank 1 of 2 has a GPU that fails: it goes on without (--min-nproc)" in said
+    assert [(row["code"], row["rank"]) for row in read_events(tmp_path)] == [(6, 1)]
 
 
 def test_ranks_are_started_again_until_they_end_well(tmp_path: Path) -> None:

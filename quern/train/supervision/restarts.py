@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quern.errors import STOPPED, GoBackError, InputError
+from quern.errors import FAILING, STOPPED, GoBackError, InputError
 
 __all__ = ["Attempt", "Restarts"]
 
@@ -64,7 +64,7 @@ class Restarts:
         """Seconds to wait before the ranks are started again; None: they are not. After progress there is no wait: a
         start takes longer than what a wait is for, and each has to get further. A place that has failed by itself
         is left for a spare one, and left out, while there are more than ``least``, if it was the first to fail twice in
-        a row."""
+        a row, or its GPU fails."""
         self.left_out = self.taken = None
         if attempt.code in _ENDS or attempt.asked:
             return None
@@ -73,7 +73,7 @@ class Restarts:
         before, self._failed_at = self._failed_at, attempt.step
         place = self.places[attempt.rank] if self.places and attempt.rank is not None else None
         more = self.least is not None and len(self.places) > self.least
-        spoiled = more and place is not None and place == self._blamed
+        spoiled = more and place is not None and (place == self._blamed or attempt.code == FAILING)
         self._blamed = place
         if attempt.step is not None and attempt.step == before and not spoiled:
             self.why = f"step {attempt.step} has ended the run twice in a row"

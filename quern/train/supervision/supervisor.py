@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
-from quern.errors import HUNG, STOPPED, GoBackError, InputError
+from quern.errors import FAILING, HUNG, STOPPED, GoBackError, InputError
 from quern.train.processes import launch
 from quern.train.processes.waiting import WaitingProcesses
 from quern.train.supervision import beats, out_of_memory, tracebacks
@@ -73,7 +73,8 @@ class Supervisor:
                 left = counted(len(self._restarts.spares), "spare")
                 self._tell(f"place {gone} has failed: place {taken} takes over rank {attempt.rank}, {left} left")
             elif gone is not None:
-                self._tell(f"rank {gone} of {self._nproc} has failed twice in a row: it goes on without (--min-nproc)")
+                why = "has a GPU that fails" if attempt.code == FAILING else "has failed twice in a row"
+                self._tell(f"rank {gone} of {self._nproc} {why}: it goes on without (--min-nproc)")
             times = f"{self._restarts.done} of {self._restarts.most}"
             when = f"in {wait_s:.0f} s" if wait_s else "at once"
             self._tell(f"failed {where}: started again {when} (restart {times})")
@@ -117,17 +118,18 @@ class Supervisor:
             with launch.started(self._command, environments, self._on_signal, waiting=take) as workers:
                 code = launch.wait(workers, look) or 0
                 codes = [worker.poll() for worker in workers]
-                code = HUNG if HUNG in codes else code  # the others may have failed of its end
+                code = next((own for own in (HUNG, FAILING) if own in codes), code)  # the others fail of its end
                 launch.abort(workers)
                 failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
             steps = beats.read(file.fileno())
-        rank = None if failure is None else failure.rank
+        fails = codes.index(FAILING) if code == FAILING else None
+        rank = fails if failure is None else failure.rank
         reached = [step for step in steps if step is not None]
         return Attempt(
             code if code >= 0 else 128 - code, self._asked, rank,
             steps[rank] if rank is not None else max(reached, default=None),
             out_of_memory.count(self._run_dir) > adapted,
-            failure is not None and failure.own,
+            fails is not None or (failure is not None and failure.own),
             None if failure is None else failure.said,
         )  # fmt: skip
 
