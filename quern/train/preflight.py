@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 
@@ -9,7 +10,7 @@ from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.safe_path import module
 from quern.train.config import TrainConfig
-from quern.train.processes import launch
+from quern.train.processes import launch, waiting
 
 __all__ = ["preflight"]
 
@@ -26,7 +27,8 @@ def preflight(config: TrainConfig) -> None:
         file.flush()
         timeout = f"{config.preflight_timeout_s:g}"
         command = module("quern.cli.main", "doctor", file.name, "--device", config.device, "--timeout", timeout)
-        done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL)
+        seen = {**os.environ, **waiting.handed}  # not a GPU that has failed
+        done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL, env=seen)
     if done.returncode:
         why = "has named machines" if done.returncode == 1 else "could not check the machines"
         raise InputError(f"preflight: quern doctor {why} (above), and nothing was started; repair or leave them out, "

@@ -163,8 +163,7 @@ class Trainer(Closes):
         self.watchdog.enter("data", step)
         batch = self.feed.take(self.data_step(step))
         loss = self.forward_backward(batch)
-        self.watchdog.enter("recompute")
-        self.recomputation.check(step + 1, batch)
+        self.recomputation.check(step + 1, batch, self.watchdog.enter)
         norm = self.clip(step)
         health = self.guard.judge(loss, norm, left_out=batch.data_step in self.start.left_out)
         self.update(step, health)
@@ -252,6 +251,7 @@ class Trainer(Closes):
 
     def drain_metrics(self, keep: int = 0) -> None:
         """Read the figures of all steps but the newest ``keep``: metrics, ledger, and whether to stop."""
+        self.back.judge_copies(self.recomputation.found)  # before its data are blamed for what a rank got wrong
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
             pending.ended.wait()
@@ -260,7 +260,7 @@ class Trainer(Closes):
             self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             self.back.judge(pending.step, pending.data_step, found, self._skips)
-        self.back.judge_copies([*self.recomputation.found, *self.replicas.settle(self.done - keep)])
+        self.back.judge_copies(self.replicas.settle(self.done - keep))
 
     def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:

@@ -178,7 +178,7 @@ def test_a_single_rank_that_is_always_wrong_finds_itself_right(
     assert (told["flipped"], told["error"]) == (2 * 3, "")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sums_within_the_bound_are_equal(dtype: torch.dtype) -> None:
     """By float64: gradients that differ by the last bit of each element, and by one large element."""
     drawn = torch.Generator().manual_seed(2)

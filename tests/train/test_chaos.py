@@ -25,7 +25,7 @@ def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path, serve
     skips = {"guard": {"non_finite": "skip"}}
     plain = chaos.meet(tmp_path / "one", chaos.settings(tmp_path / "plain", paths, STEPS, **skips), [], spoilt)
     assert (plain.code, plain.starts) == (0, 1), plain.said
-    events = chaos.drawn(41, KINDS, STEPS)
+    events = chaos.drawn(44, KINDS, STEPS)
     config = chaos.settings(tmp_path / "run", paths, STEPS, server.url)
     chaos.cut_uploads(41, 3, server)
     met = chaos.meet(tmp_path / "two", config, events, spoilt, server)
@@ -35,6 +35,7 @@ def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path, serve
     expected, found = chaos.weights(tmp_path / "plain"), chaos.weights(tmp_path / "run")
     assert expected.keys() == found.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert case.told(tmp_path / "run", "checkpoint_failed"), "of the full disk"
     assert chaos.wrong_exposures(met, config, STEPS, spoilt) == []
     assert chaos.account_gap(met.run) < 0.01
     assert server.proxy.struck("cut request") == 3

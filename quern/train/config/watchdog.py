@@ -13,9 +13,9 @@ __all__ = ["WatchdogConfig"]
 
 class WatchdogConfig(Section):
     """Ends a run of several ranks of which one hangs, and names it. A phase of a step (data, forward, backward, reduce,
-    optimizer, metrics, validation) may take ``factor`` times as long as the longest of its kind before it, up to 0.8 of
-    ``comm.timeout_s`` or twice the longest; the first of its kind, and all in the first step, ``comm.first_timeout_s``.
-    What waits for disks and stores (saves, the end) is not watched."""
+    recompute, optimizer, metrics, validation) may take ``factor`` times as long as the longest of its kind before it,
+    up to 0.8 of ``comm.timeout_s`` or twice the longest; the first of its kind, and all in the first step,
+    ``comm.first_timeout_s``. What waits for disks and stores (saves, the end) is not watched."""
 
     enabled: bool = True
     """Watch, on a thread beside each rank."""

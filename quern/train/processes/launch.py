@@ -98,7 +98,7 @@ def environments(nproc: int, places: Sequence[int] = (), spares: Sequence[int] |
     GPUs are seen too; then follow the environments of processes that wait there, which are no ranks."""
     left = [*(places or range(nproc))]
     seen = sorted({*left, *(spares or ())})
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(nproc))))
     gpus = [gpu for place, gpu in enumerate(visible.split(",")) if place in seen]
     chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if len(seen) < nproc or spares is not None else {}
     world = len(left)

@@ -20,7 +20,11 @@ from quern.closes import Closes
 from quern.errors import named_line
 from quern.train.processes import launch
 
-__all__ = ["WaitingProcesses", "wait"]
+__all__ = ["WaitingProcesses", "handed", "wait"]
+
+handed: dict[str, str] = {}
+"""In a rank that had opened its device before: what it was handed of which devices are seen, for processes that it
+starts."""
 
 _WAITS = "QUERN_WAITS"
 """In the environment of a process that waits: the descriptor of its end of a pair of sockets, and ``spare`` where it
@@ -69,9 +73,10 @@ class WaitingProcesses(Closes):
 
     def keep(self, ranks: Sequence[Mapping[str, str]], spares: Mapping[int, Mapping[str, str]]) -> None:
         """Start those that are missing: one for each rank's environment, without a device, and one for each spare place
-        and its environment. End those that have another number of threads."""
+        and its environment. End those that have another number of threads, or the device of a place that is none."""
         for own in self._waiting:
-            if own.worker.poll() is not None or own.threads != ranks[0]["OMP_NUM_THREADS"]:
+            strange = own.threads != ranks[0]["OMP_NUM_THREADS"] or (own.place is not None and own.place not in spares)
+            if own.worker.poll() is not None or strange:
                 own.end()
         self._waiting = [own for own in self._waiting if own.worker.returncode is None]
         there = [own.place for own in self._waiting]
@@ -103,9 +108,9 @@ class WaitingProcesses(Closes):
         for own in sorted(fit, key=lambda own: own.place is None):
             if own.threads != environment["OMP_NUM_THREADS"]:
                 continue
-            handed = {**environment, launch.PIPE: str(self._pipe[0])}
+            told = {**environment, launch.PIPE: str(self._pipe[0])}
             with suppress(OSError):  # it has just ended
-                own.line.sendall(json.dumps(handed).encode() + b"\n")
+                own.line.sendall(json.dumps(told).encode() + b"\n")
                 own.line.close()
                 self._waiting.remove(own)
                 return own.worker
@@ -152,9 +157,11 @@ def wait(prepare: Callable[[], object], open_spare: Callable[[], object]) -> Non
             raise SystemExit(f"warning: a process cannot wait for its rank: {named_line(error)}") from None
         with suppress(OSError):
             line.sendall(b".")
-        handed = stream.readline()
-    if not handed.endswith(b"\n"):  # it is not needed any more
+        line_of_json = stream.readline()
+    if not line_of_json.endswith(b"\n"):  # it is not needed any more
         os._exit(0)
     kept = {name: os.environ[name] for name in _KEPT} if spare else {}
+    environment = json.loads(line_of_json)
+    handed.update({name: environment[name] for name in kept if name in environment})
     os.environ.clear()
-    os.environ.update(json.loads(handed) | kept)
+    os.environ.update(environment | kept)

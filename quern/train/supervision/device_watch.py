@@ -24,7 +24,7 @@ FATAL_XIDS = frozenset({48, 64, 74, 79, 94, 95, 119, 120, 140})
 """Memory that could not be corrected (48, 94, 95, 140) or remapped (64), NVLink (74), a GPU that has fallen off the bus
 (79) or whose processor does not answer (119, 120). Source: NVIDIA's list of XID errors."""
 
-_WAIT_S = 15.0
+_WAIT_S = 30.0
 """The launcher ends ranks within it, once the one with the failing GPU has left."""
 
 
@@ -87,11 +87,11 @@ class DeviceWatch:
         """End the run, which has saved a checkpoint after ``done`` steps, where a GPU is failing.
 
         Raises:
-            DeviceError: on the rank with such a GPU; on the others later, if they are still there.
+            DeviceError: on ranks with such a GPU; on the others later, if they are still there.
         """
         if found is None:
             return
-        if found.rank != self._ranks.rank:
+        if self.failing is None:
             time.sleep(_WAIT_S)
         raise DeviceError(
             f"{found}; a checkpoint after step {done} was saved, and the same command goes on; take the GPU out of "

@@ -102,11 +102,12 @@ class Recomputation:
 
         return watching
 
-    def check(self, done: int, batch: StepInputs) -> None:
+    def check(self, done: int, batch: StepInputs, enter: Callable[[str], object]) -> None:
         """Compute the last micro-batch of a step that was watched again and compare. Collective; waits for the
-        device."""
+        device. ``enter`` is told of the phase, and of the end of it."""
         if not self._first:
             return
+        enter("recompute")
         self._hooks.close()
         first_T2 = self._stacked(self._first)
         mine = batch.micro_batches[-1]
@@ -121,6 +122,7 @@ class Recomputation:
             inputs, _ = self._rotated(mine, first_T2, 2)
             self.found = [self._named(done, first_T2, again_T2, self._computed(inputs, batch.valid_tokens))]
         self._first, self._before = {}, []
+        enter("reduce")
 
     # ---- one computation
 
@@ -290,7 +292,8 @@ def bound_of(compute: torch.dtype) -> float:
 def _sums(gradient: Tensor) -> Tensor:
     """[2], float32: the sum, and the sum of magnitudes."""
     part = local_part(gradient)
-    return torch.stack((part.sum(dtype=torch.float32), torch.linalg.vector_norm(part, 1, dtype=torch.float32)))
+    wide = torch.promote_types(part.dtype, torch.float32)
+    return torch.stack((part.sum(dtype=wide), torch.linalg.vector_norm(part, 1, dtype=wide))).float()
 
 
 def _drop(parameter: Tensor) -> None:

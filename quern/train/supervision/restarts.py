@@ -88,6 +88,9 @@ class Restarts:
         elif spoiled and place is not None:
             self.places.remove(place)
             self.left_out = place
+        elif attempt.code == FAILING:
+            self.why = "no GPU can take over (--spares, --min-nproc)"
+            return None
         reached = -1 if attempt.step is None else attempt.step
         further = reached > self._furthest
         self._furthest = max(self._furthest, reached)

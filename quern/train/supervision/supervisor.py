@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
-from quern.errors import FAILING, HUNG, STOPPED, GoBackError, InputError
+from quern.errors import FAILING, HUNG, STOPPED, GoBackError, InputError, named_line
 from quern.train.processes import launch
 from quern.train.processes.waiting import WaitingProcesses
 from quern.train.supervision import beats, out_of_memory, tracebacks
@@ -74,7 +74,8 @@ class Supervisor:
                 self._tell(f"place {gone} has failed: place {taken} takes over rank {attempt.rank}, {left} left")
             elif gone is not None:
                 why = "has a GPU that fails" if attempt.code == FAILING else "has failed twice in a row"
-                self._tell(f"rank {gone} of {self._nproc} {why}: it goes on without (--min-nproc)")
+                who = f"rank {gone} of {self._nproc}" if self._num_places == self._nproc else f"place {gone}"
+                self._tell(f"{who} {why}: it goes on without (--min-nproc)")
             times = f"{self._restarts.done} of {self._restarts.most}"
             when = f"in {wait_s:.0f} s" if wait_s else "at once"
             self._tell(f"failed {where}: started again {when} (restart {times})")
@@ -112,7 +113,10 @@ class Supervisor:
                 nonlocal started
                 if self._waiting is not None and not (started or failed) and beats.first_ended(file.fileno()):
                     started = True
-                    self._waiting.keep(environments, beside)
+                    try:
+                        self._waiting.keep(environments, beside)
+                    except OSError as error:  # the run itself goes on
+                        self._tell(f"warning: no processes wait for a restart: {named_line(error)}")
                 return failed
 
             with launch.started(self._command, environments, self._on_signal, waiting=take) as workers:
@@ -123,7 +127,7 @@ class Supervisor:
                 failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
             steps = beats.read(file.fileno())
         fails = codes.index(FAILING) if code == FAILING else None
-        rank = fails if failure is None else failure.rank
+        rank = fails if fails is not None or failure is None else failure.rank
         reached = [step for step in steps if step is not None]
         return Attempt(
             code if code >= 0 else 128 - code, self._asked, rank,

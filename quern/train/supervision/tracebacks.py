@@ -120,7 +120,10 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
             name = f" ({signal.Signals(-code).name})"
         except ValueError:
             name = ""
-        own = code != -signal.SIGABRT or all(in_vain(error) for _, _, error in found)  # NCCL aborts of others' errors
+        own = [code for code, _ in killed].count(code) == 1  # what kills several is no rank's own
+        if code == -signal.SIGABRT:  # NCCL aborts of others' errors, and of those that hang
+            told = sum(own is not None and own > 0 for own in codes) <= len(found) and None not in codes
+            own = own and told and all(in_vain(error) for _, _, error in found)
         return Failure(rank, f"rank {rank} was killed by signal {-code}{name}; {after}", own)
     if not found or len(found) < sum(code not in (0, STOPPED, HUNG, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
@@ -130,6 +133,8 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
         stacks = [stacks_of(run_dir, number) for number in hung]
         named = f"rank {hung[0]} does" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} do"
         where = "".join(f"; stacks: {file}" for file in stacks if os.path.isfile(file) and os.path.getsize(file))
-        return Failure(hung[0], f"{named} not answer, and rank {rank} waited in vain ({what}){where}; {after}")
+        return Failure(
+            hung[0], f"{named} not answer, and rank {rank} waited in vain ({what}){where}; {after}", len(hung) == 1
+        )
     own = not in_vain(what) and [error for _, _, error in found].count(what) == 1
     return Failure(rank, f"rank {rank}: {what}; its traceback: {file_of(run_dir, rank)}; {after}", own)
