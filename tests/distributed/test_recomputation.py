@@ -183,7 +183,8 @@ def test_sums_within_the_bound_are_equal(dtype: torch.dtype) -> None:
     """By float64: gradients that differ by the last bit of each element, and by one large element."""
     drawn = torch.Generator().manual_seed(2)
     plain = torch.randn(40, 50, generator=drawn, dtype=torch.float64).to(dtype)
-    last = (plain.double() * (1 + torch.finfo(dtype).eps * torch.randn(40, 50, generator=drawn).sign())).to(dtype)
+    signs = torch.randn(40, 50, generator=drawn, dtype=torch.float64).sign()
+    last = (plain.double() * (1 + torch.finfo(dtype).eps * signs)).to(dtype)
     large = plain.clone()
     large[3, 4] *= 2.0**14
     infinite, none = plain.clone(), torch.zeros_like(plain)
