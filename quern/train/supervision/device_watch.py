@@ -107,9 +107,9 @@ class DeviceWatch:
                 slowed = first.get("throttled", [])
                 while self.failing is None and not self._ends.wait(self._interval_s):
                     now = state()
-                    self.failing = failure(first, now)
-                    if self.failing is not None:
-                        log.error("rank %d: its GPU fails: %s", self._ranks.rank, self.failing)
+                    if (found := failure(first, now)) is not None:
+                        log.error("rank %d: its GPU fails: %s", self._ranks.rank, found)
+                        self.failing = found
                     elif (throttled := now.get("throttled", [])) != slowed:
                         slowed = throttled
                         why = f"slowed by {', '.join(slowed)}" if slowed else "free again"

@@ -43,10 +43,9 @@ def test_a_second_sender_begins_at_its_own_byte_0(there):
         half = put_head(data, Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}", Content_Length=start)
         assert there.ask(half + data[start:]).status == 409
         there.reset(put_head(data) + data[:MIB])  # a second one that breaks leaves nothing
-        until(lambda: len(list(there.mirror.glob("*.part"))) == 1)
         first.sendall(data[start:])
         assert rest(first).status == 201
-    assert tree(there.root) == {PLACE: data}
+    until(lambda: tree(there.root) == {PLACE: data})  # the node may read of the second one's end later
 
 
 def test_a_sender_that_breaks_after_another_one_is_done_leaves_nothing(there):
