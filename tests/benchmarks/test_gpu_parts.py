@@ -300,7 +300,7 @@ def test_a_part_runs_from_the_command(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "### optimizer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scaling", [None, "tensorwise"])
+@pytest.mark.parametrize("scaling", [pytest.param(None, marks=pytest.mark.long), "tensorwise"])
 def test_kept_weights_and_added_gradients_are_looked_at(scaling: str | None) -> None:
     spec = {**BASE, "backend": None, "length": 48, "bound": 0.02, "scaling": scaling}
     with patch.object(weights, "seconds_of", lambda call, device: call() or 1.0):

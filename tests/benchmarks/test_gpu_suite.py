@@ -114,7 +114,7 @@ def test_a_bad_row_costs_its_row_and_says_why(fake: Path) -> None:
     assert [found["row"] for found in run(fake / "out", *rows).failed] == list(reasons)  # of the call before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_that_a_row_has_started_outlives_it(fake: Path) -> None:
     pid = fake / "pid"
     left = run(fake / "out", row("hangs", 2, pid=str(pid)))

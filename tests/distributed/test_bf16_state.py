@@ -121,7 +121,7 @@ def by_hand(ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_fsdp_reduces_and_keeps_gradients_in_bf16(run_ranks: Any, reshard: bool) -> None:
     """The bits of gradients and moments, and the weights of the paper's update."""
     found = run_ranks(trained, 2, MeshPlan(dp_shard=2), reshard, timeout_s=120)
@@ -153,7 +153,7 @@ def test_fsdp_reduces_and_keeps_gradients_in_bf16(run_ranks: Any, reshard: bool)
         assert all(rank["after"][f"{name}/step"] == 1 for name in weights)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_tensors_keep_gradients_in_bf16(run_ranks: Any) -> None:
     """``tp`` without FSDP2: autograd rounds, and norms' partial sums are added in BF16."""
     found = run_ranks(trained, 2, MeshPlan(tp=2), True, timeout_s=120)

@@ -117,7 +117,7 @@ def kept_and_repeated(rows: int, pieces: int) -> dict[str, tuple[int, int, int]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "pieces"), [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("rows", "pieces"), [(1, 1), (2, 1), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_selective_recomputation_keeps_no_parts_of_sums_and_repeats_no_product(
     run_ranks: Any, rows: int, pieces: int
 ) -> None:

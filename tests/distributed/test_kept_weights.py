@@ -80,7 +80,9 @@ def trained(layout: Layout, shape: ModelShape, steps: int = STEPS) -> list[torch
     return [*found, *(parameter.detach() for parameter in parallel.model.parameters())]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", *(pytest.param(own, marks=pytest.mark.long) for own in [*RECIPES][2:])]
+)
 def test_no_bit_changes(recipe: str) -> None:
     shape = shape_of(dim=128 if recipe == "blockwise" else 32)
     kept, per_use = (trained(replace(layout, float8=RECIPES[recipe]), shape) for layout in (KEPT, PER_USE))
@@ -220,7 +222,7 @@ def trained_on(plan: MeshPlan) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 @pytest.mark.parametrize(
     "plan",
     [
-        MeshPlan(dp_replicate=2), MeshPlan(pp=2), MeshPlan(tp=2),
+        MeshPlan(dp_replicate=2), MeshPlan(pp=2), pytest.param(MeshPlan(tp=2), marks=pytest.mark.long),
         pytest.param(MeshPlan(pp=2, dp_replicate=2), marks=pytest.mark.long),
     ],
 )  # fmt: skip

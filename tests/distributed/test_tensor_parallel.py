@@ -196,6 +196,7 @@ def test_two_ranks_compute_what_one_process_does(kept_ranks: Any) -> None:
     )
 
 
+@pytest.mark.long
 def test_four_ranks_in_pieces(kept_ranks: Any) -> None:
     compare(kept_ranks, [Case(tp=4, kv_heads=2, pieces=3, qk_norm=True, activation="selective")])
 
