@@ -50,13 +50,45 @@ _COMMANDS: dict[str, Callable[[typer.Typer, str], None]] = {
 }  # fmt: skip
 
 
+#: What help lists, so that it imports none of them.
+_HELP = {
+    "data": "Crawl → documents → duplicates → tokens.",
+    "tokens": "Inspect, export and import token shards.",
+    "lineage": "Trace a URL to every training step that read it, and a step to its documents.",
+    "mix": "Show the mixture and order of training data.",
+    "train": "Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
+    "bench": "Measure the trainer over random tokens: tokens a second, MFU, step time, memory; one row per "
+    "combination.",
+    "checkpoint": "List, verify, fetch, compare, rewrite, prune, export, import and sample checkpoints.",
+    "selftest": "Train on every layout and compare losses, gradients, moments and weights with those of one process, "
+    "in float64.",
+    "doctor": "Check this machine, or under torchrun or srun all of them, and name those that would make a run fail or "
+    "slow.",
+    "demo": "Write a sample site of 320 pages, process it into tokens, compare every verdict with what a person "
+    "expects, and train a small model on them that is killed, resumes, and is compared with n-gram models; then trace "
+    "a page from its URL to the steps that read it, and back; and purge a domain, verify the purge, and resume without "
+    "it.",
+}
+
+
+def _listed(app: typer.Typer, name: str) -> None:
+    import typer
+
+    if _COMMANDS[name] in (_command, _bench):
+        app.command(name, help=_HELP[name])(lambda: None)
+        return
+    group = typer.Typer(help=_HELP[name])
+    group.callback()(lambda: None)
+    app.add_typer(group, name=name)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"quern {__version__}")
         sys.exit()
 
 
-def _build(names: Iterable[str]) -> typer.Typer:
+def _build(names: Iterable[str], *, listed: bool = False) -> typer.Typer:
     import typer  # takes a moment, in which Ctrl-C is one line already
 
     told = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")
@@ -73,7 +105,7 @@ def _build(names: Iterable[str]) -> typer.Typer:
     )
     app.callback()(root)
     for name in names:
-        _COMMANDS[name](app, name)
+        (_listed if listed else _COMMANDS[name])(app, name)
     return app
 
 
@@ -114,7 +146,10 @@ def main() -> None:
         sys.stdout = _Output.instead_of(sys.stdout)
     try:
         try:
-            (_build([asked]) if asked in _COMMANDS else _whole())()
+            if sys.argv[1:] in ([], ["--help"]):
+                _build(_COMMANDS, listed=True)()
+            else:
+                (_build([asked]) if asked in _COMMANDS else _whole())()
         finally:
             if sys.stdout is not None:  # it was closed
                 sys.stdout.flush()  # report write errors here, not at the interpreter's end
