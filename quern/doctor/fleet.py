@@ -1,40 +1,29 @@
 """Judges readings: each machine against the median of its fleet, and facts that are wrong on any machine.
 
-A value is the median of its repeats, so that single bad readings accuse nobody. It is named when it lies below the
-fleet's median by more than :data:`Z` standard deviations, of which two must agree: that of this fleet, estimated by the
-median absolute deviation, and the one that machines in order have at least (:data:`SPREADS`), since the estimate from a
-few machines may be far too small. For the normal distribution one value in 17 million lies so low.
-
-Of slow links a node is named where the median of the links of each of its ranks is too low, then a rank of those that
-are left, then single pairs between ends that nobody has named: one bad cable accuses one pair, a bad adapter not each
-of its partners.
+A value is the median of its repeats, so that single bad readings accuse nobody. How far it may lie below the fleet's
+median, and who is named for slow links, :mod:`quern.train.processes.links` says; :data:`SPREADS` is what machines in
+order have at least.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quern.doctor.readings import Disk, Finding, Link, Reading
-from quern.words import counted, size
+from quern.train.processes.links import FEWEST, LINK_SPREAD, below, medians, nodes_of, slow_links
+from quern.words import size
 
 __all__ = ["SPREADS", "WHAT_TO_DO", "judge", "units"]
 
-Z = 5.3  # standard deviations below the median; of the normal distribution 6e-8 lies lower
-FEWEST = 4  # below so many values there is no fleet: of two that differ, neither is the slow one
 
-SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15, "link": 0.05}
+SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15,
+           "link": LINK_SPREAD}  # fmt: skip
 """Relative standard deviation of machines in order, by the first word of a measurement's name."""
 
 FREE_SHARE, FREE_BYTES, ENOUGH_BYTES = 0.05, 1 << 30, 100 << 30  # a disk is full below these
-NORMAL = 1.4826  # standard deviation of the normal distribution over its median absolute deviation
-_MEDIAN_OF_MANY = 1.2533  # standard deviation of a median over that of a mean
-_LEAST = 0.08 / Z  # however many links a node has, one less than 8 % below the others is not named
-_FEWEST_LINKS = 3  # with fewer links of an end, an end and a link cannot be told apart
 
 WHAT_TO_DO = {
     "silent": "look whether the machine answers; start again without it",
@@ -92,18 +81,6 @@ def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, lis
                     yield reading.node, where, kind, name, repeats
 
 
-def _medians(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Of each row; they may differ in length, and none is empty."""
-    return np.array([statistics.median(row) for row in rows])
-
-
-def _below(values: NDArray[np.float64], spread: float | NDArray[np.float64]) -> tuple[float, NDArray[np.bool_]]:
-    """The median of values [N], and which lie too low; ``spread``, of each value or of all, is relative to it."""
-    middle = float(np.median(values))
-    own = NORMAL * float(np.median(np.abs(values - middle)))
-    return middle, values < middle - Z * np.maximum(own, np.asarray(spread) * middle)
-
-
 def _absolute(reading: Reading) -> Iterator[_Found]:
     """What is wrong whatever the others say."""
     here = [reading.node]
@@ -149,8 +126,8 @@ def _slow(readings: Sequence[Reading]) -> Iterator[_Found]:
         fleets[name, kind].append((node, where, repeats))
     slow: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (name, _), fleet in fleets.items():
-        values = _medians([repeats for *_, repeats in fleet])
-        middle, low = _below(values, SPREADS.get(name.split()[0], 0.15))  # 0.15: of another version
+        values = medians([repeats for *_, repeats in fleet])
+        middle, low = below(values, SPREADS.get(name.split()[0], 0.15))  # 0.15: of another version
         for place in np.flatnonzero(low) if len(fleet) >= FEWEST else ():
             slow[fleet[place][:2]].append(f"{name} {values[place] / middle - 1:+.0%}")
     devices = Counter(node for node, where in slow if where)
@@ -170,48 +147,9 @@ def _links(links: Iterable[Link], places: Mapping[int, str]) -> Iterator[_Found]
             found[ranks] = link
     for kind, found in by_kind.items():
         bad = {ranks: link.problem or "no answer" for ranks, link in found.items() if link.problem or not link.speeds}
-        middles = _medians([[0.0] if ranks in bad else link.speeds for ranks, link in found.items()])
+        middles = medians([[0.0] if ranks in bad else link.speeds for ranks, link in found.items()])
         if len(bad) == len(found) and (len(found) > 1 or kind == "ring"):
-            nodes = _nodes((rank for ranks in found for rank in ranks), places)
+            nodes = nodes_of((rank for ranks in found for rank in ranks), places)
             yield "broken-link", nodes, f"all {len(found)} links ({kind})", next(iter(bad.values()))
         elif kind != "ring":
-            yield from _pairs(kind, dict(zip(found, middles.tolist(), strict=True)), bad, places)
-
-
-def _nodes(ranks: Iterable[int], places: Mapping[int, str]) -> list[str]:
-    return list(dict.fromkeys(places[rank] for rank in ranks))
-
-
-def _pairs(
-    kind: str, speeds: dict[tuple[int, ...], float], broken: Mapping[tuple[int, ...], str], places: Mapping[int, str]
-) -> Iterator[_Found]:
-    """First nodes, then ranks, then pairs, each without the links of those that were named before."""
-    of_node: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted({rank for ranks in speeds for rank in ranks}):
-        of_node[places[rank]].append(rank)
-    for code in ("slow-links", "slow-rank", "slow-pair"):
-        if code == "slow-rank" and max(map(len, of_node.values())) == 1:  # a node is a rank
-            continue
-        best = {ranks: (speed, 1) for ranks, speed in speeds.items() if code == "slow-pair"}
-        own: dict[int, list[float]] = defaultdict(list)
-        for rank, speed in ((rank, speed) for ranks, speed in speeds.items() for rank in ranks if code != "slow-pair"):
-            own[rank].append(speed)
-        own = {rank: rows for rank, rows in own.items() if len(rows) >= _FEWEST_LINKS}
-        for rank, middle in zip(own, _medians([*own.values()]), strict=True):
-            end = tuple(of_node[places[rank]]) if code == "slow-links" else (rank,)
-            best[end] = max(best.get(end, (0.0, 0)), (middle, len(own[rank])))  # a node is as good as its best rank
-        if not best:
-            continue
-        values, counts = np.array([*best.values()]).T
-        spread = SPREADS["link"] * np.where(counts > 1, _MEDIAN_OF_MANY / np.sqrt(counts), 1)
-        middle, low = _below(values, np.maximum(spread, _LEAST))
-        named: set[int] = set()
-        for (end, (speed, count)), is_low in zip(best.items(), low, strict=True):
-            where = "" if code == "slow-links" else f"rank{'s' * (len(end) > 1)} {' and '.join(map(str, end))}"
-            if code == "slow-pair" and end in broken:
-                yield "broken-link", _nodes(end, places), where, broken[end]
-            elif is_low and len(best) >= FEWEST:
-                named |= set(end)
-                text = f"{speed / middle - 1:+.0%} against the fleet's median ({counted(count, kind + ' link')})"
-                yield code, _nodes(end, places), where, text
-        speeds = {ranks: speed for ranks, speed in speeds.items() if not named & set(ranks)}
+            yield from slow_links(kind, dict(zip(found, middles.tolist(), strict=True)), bad, places)

@@ -28,6 +28,7 @@ from quern.train.processes.ranks import choose_device
 from quern.train.profiling.ceilings import copy_ceiling, float8_ceiling, gemm_ceiling
 from quern.train.setup import check_float8
 from quern.train.step.precision import precision_of
+from quern.train.supervision.link_probe import exchange
 
 __all__ = ["device", "link"]
 
@@ -150,7 +151,7 @@ def link(task: dict[str, Any]) -> Told:
     )  # fmt: skip
     try:
         other, size = 1 - place, 256 << 20 if cuda else 4 << 20
-        payload = 2 * (world - 1) / world * size if ring else size
+        payload = 2 * (world - 1) / world * size  # of a ring
         got = torch.empty(size // 4, device=device)
         sent, expected = torch.full_like(got, 17 + place), world if ring else 17 + other
         for number in range(task["repeats"] + 1):
@@ -160,13 +161,10 @@ def link(task: dict[str, Any]) -> Told:
             began = time.perf_counter()
             if ring:
                 dist.all_reduce(got)
-            else:  # both send at once
-                both = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, got, other)]
-                for work in dist.batch_isend_irecv(both):
-                    work.wait()
-            wait()
+                wait()
+            speed = payload / (time.perf_counter() - began) if ring else exchange(got, sent, other)
             if number:  # the first makes the connections
-                yield {"speeds": [payload / (time.perf_counter() - began)]}
+                yield {"speeds": [speed]}
             if not bool((got == expected).all()):
                 yield {"problem": "other bytes arrived than were sent"}
         dist.all_reduce(torch.zeros(1, device=device))  # nobody leaves while another is in it

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, zip_longest
 from typing import Any
 
 from quern import storage
@@ -22,9 +20,10 @@ from quern.doctor.worker import Worker
 from quern.errors import InputError, QuernError, one_line
 from quern.train.config import TrainConfig
 from quern.train.processes.address import reached_by
+from quern.train.processes.links import planned_rounds
 from quern.words import is_plain_name
 
-__all__ = ["Options", "Result", "check", "check_cluster", "options_of", "planned_rounds"]
+__all__ = ["Options", "Result", "check", "check_cluster", "options_of"]
 
 #: Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up.
 _ALONE, _LINK = 0.75, 0.5
@@ -192,32 +191,3 @@ def _measure(
         worker.close()  # what is left of a connection that failed may fail the next one
         return {**link, "problem": str(error), "late": time.monotonic() - began > limit / 2}
     return None if kind == "ring" and place.rank != ranks[0] else link
-
-
-def planned_rounds(places: Mapping[int, tuple[str, int]], most: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """Pairs inside nodes, pairs of nodes (all local ranks at once, each with its like), one ring of all. Of pairs
-    ``most`` rounds of each kind, so that as many partners a rank. ``places``: node and local rank of each rank."""
-    nodes: dict[str, dict[int, int]] = defaultdict(dict)
-    for rank, (node, local_rank) in sorted(places.items()):
-        nodes[node][local_rank] = rank
-    inside = zip_longest(*(_tournament([*ranks.values()]) for ranks in nodes.values()), fillvalue=[])
-    for rounds in islice(inside, most):
-        yield "local pair", [pair for pairs in rounds for pair in pairs]
-    between = _tournament([*nodes])
-    for number in range(min(most, len(between))):
-        pairs = between[number * max(len(between), most) // most]  # spread over all that there are
-        rails = [(nodes[a][n], nodes[b][n]) for a, b in pairs for n in sorted(nodes[a].keys() & nodes[b])]
-        yield "pair", [(min(rail), max(rail)) for rail in rails]
-    if len(places) > 2:
-        yield "ring", [tuple(sorted(places))]
-
-
-def _tournament(players: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
-    """Rounds in which everybody meets everybody once (circle method); one of an odd number pauses."""
-    turning = [*players, *([None] if len(players) % 2 else [])]
-    rounds, half = [], len(turning) // 2
-    for _ in range(len(turning) - 1):
-        pairs = zip(turning[:half], reversed(turning[half:]), strict=True)
-        rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        turning.insert(1, turning.pop())
-    return rounds

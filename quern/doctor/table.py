@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.doctor.fleet import NORMAL, units
+from quern.doctor.fleet import units
 from quern.doctor.readings import Reading
 from quern.doctor.run import Result
+from quern.train.processes.links import NORMAL
 from quern.words import counted, shorten, size
 
 __all__ = ["as_data", "show"]

@@ -58,6 +58,7 @@ from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
 from quern.train.supervision import out_of_memory
+from quern.train.supervision.link_probe import LinkProbe
 from quern.train.supervision.recomputation import check_recomputation
 from quern.train.supervision.replicas import check_replicas
 from quern.train.supervision.stragglers import Stragglers
@@ -251,8 +252,8 @@ def open_trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
             forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture)),
-            by_rank=RankFigures(ranks, parallel.model), stragglers=Stragglers(hosts, ledger), loss_scale=loss_scale,
-            checkpoints=checkpoints, state=state,
+            by_rank=RankFigures(ranks, parallel.model), stragglers=Stragglers(hosts, ledger),
+            link_probe=LinkProbe(hosts, ledger, ranks), loss_scale=loss_scale, checkpoints=checkpoints, state=state,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), validator=validator,
             utilisation=utilisation, ledger=ledger, metrics=metrics, trackers=trackers,
         )  # fmt: skip

@@ -42,6 +42,7 @@ from quern.train.step.validation import Validator
 from quern.train.supervision import beats
 from quern.train.supervision.back import GoingBack
 from quern.train.supervision.device_watch import DeviceWatch
+from quern.train.supervision.link_probe import LinkProbe
 from quern.train.supervision.recomputation import Recomputation
 from quern.train.supervision.replicas import Replicas
 from quern.train.supervision.stragglers import Stragglers
@@ -51,21 +52,6 @@ from quern.train.trackers.trackers import Trackers
 __all__ = ["Trainer"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A step whose figures are still on the device."""
-
-    step: int
-    data_step: int
-    valid_tokens: int
-    values: torch.Tensor
-    """:class:`quern.train.step.figures.Figures`, on their way to the host."""
-    lr: float
-    tokens: int
-    wait_s: float
-    ended: Mark
 
 
 @dataclass
@@ -83,6 +69,7 @@ class Trainer(Closes):
     by_source: SourceLosses
     by_rank: RankFigures
     stragglers: Stragglers
+    link_probe: LinkProbe
     loss_scale: LossScale
     checkpoints: CheckpointManager
     state: TrainState
@@ -98,7 +85,7 @@ class Trainer(Closes):
     """The signal that ended the run early."""
     on_gradients: Callable[[Trainer, int], None] | None = None
     """Called when a step's gradients are summed and not yet clipped: where a test or a forensic tool looks."""
-    _pending: list[_Pending] = field(default_factory=list)
+    _pending: list[figures.Pending] = field(default_factory=list)
     _signal: int = 0
     _tokens: int = 0
     _held_out: float = 0.0
@@ -206,6 +193,7 @@ class Trainer(Closes):
         mine = figures.of_this_rank(
             sums / batch.valid_tokens, self._master, stop=stop, saves_ended=save.ended,
             saves_published=save.published, asked=self.forensics.take_request(),
+            links=self.link_probe.take_request(),
         )  # fmt: skip
         behind = self.by_source.of_this_rank(batch, losses, mine), self.by_rank.of_this_rank(batch.data_step, mine)
         self._summed = self.ranks.sum(torch.cat((mine, *behind)))
@@ -244,7 +232,7 @@ class Trainer(Closes):
             scale=self.loss_scale.scale,
         )  # fmt: skip
         ended = Mark(self.ranks.device)
-        self._pending.append(_Pending(
+        self._pending.append(figures.Pending(
             step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s, ended
         ))  # fmt: skip
         self.drain_metrics(keep=1)
@@ -260,9 +248,11 @@ class Trainer(Closes):
             self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             self.back.judge(pending.step, pending.data_step, found, self._skips)
+            if found.links:
+                self.link_probe.measure(pending.step, self.watchdog.enter)
         self.back.judge_copies(self.replicas.settle(self.done - keep))
 
-    def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
+    def _read(self, pending: figures.Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:
             here = "the state of a GPU" if self.device_watch.failing else "signal to another rank"
             self.stopped_by = signal.Signals(self._signal).name if self._signal else here
@@ -299,6 +289,7 @@ class Trainer(Closes):
             **self.by_rank.read(pending.data_step, behind[num:]),
         }  # fmt: skip
         self.stragglers.observe(pending.step, self.by_rank.work_s)
+        self.link_probe.observe(self.by_rank.work_s, self.by_rank.comm_wait_s)
         row |= {"loss_scale": found.scale} if self.loss_scale.enabled else {}
         self.metrics.report(row | ({"z_loss": found.objective - found.loss} if self.config.z_loss else {}))
         return seen

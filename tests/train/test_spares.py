@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from quern.config import dump_yaml
+from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
 from quern.train.supervision.events import EVENTS_FILE, Events
 from quern.train.supervision.restarts import Attempt, Restarts
@@ -79,13 +80,13 @@ class Run:
     """A supervisor at work in this process. ``before``: what is done before start ``number`` may fail, when all that
     shall wait does."""
 
-    def __init__(self, folder: Path, *fails: str, spares: int = 1, opens: str = "yes") -> None:
+    def __init__(self, folder: Path, *fails: str, spares: int = 1, opens: str = "yes", **how: bool) -> None:
         self.folder, self.said = folder, list[str]()
         self.events = Events(str(folder), None)
         command = [sys.executable, "-c", PROGRAM, str(folder), opens, *fails]
         self.restarts = Restarts(9)
         self.supervisor = Supervisor(
-            str(folder), command, 2, self.restarts, self.events, self.said.append, spares
+            str(folder), command, 2, self.restarts, self.events, self.said.append, spares, **how
         )  # fmt: skip
 
     def run(self, before: Callable[[int], object] = lambda number: None, starts: int = 1) -> Attempt:
@@ -150,7 +151,7 @@ def test_a_spare_place_takes_over_and_all_ranks_go_on_in_processes_that_waited(
         "failed in step 1: started again at once (restart 1 of 9)",
     ]
     (event,) = run.told()
-    assert (event["place_left"], event["place_taken"], event["spares"]) == (1, 2, 0)
+    assert (event["moves"], event["spares"]) == ([[1, 2]], 0)
 
 
 def test_without_a_spare_place_the_same_one_goes_on_and_a_rollback_leaves_none(tmp_path: Path) -> None:
@@ -160,9 +161,29 @@ def test_without_a_spare_place_the_same_one_goes_on_and_a_rollback_leaves_none(t
     found = [places(begun[at : at + 2]) for at in range(0, 8, 2)]
     assert found == [["0", "1"], ["0", "1"], ["0", "2"], ["0", "2"]]
     assert [own["waited"] for own in begun] == [False] * 2 + [True] * 6
-    assert [(row["event"], row["place_taken"]) for row in run.told()] == [
-        ("goes_back", None), ("failed", 2), ("failed", None),
+    assert [(row["event"], row["moves"]) for row in run.told()] == [
+        ("goes_back", []), ("failed", [[1, 2]]), ("failed", []),
     ]  # fmt: skip
+
+
+def test_a_restart_replaces_ranks_that_were_slow_if_it_is_told_to(tmp_path: Path) -> None:
+    run = Run(tmp_path, KILLED, spares=2, replace_slow=True)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.append("straggler", step=49, what="rank 1 on a", ranks=[1], slower=0.4)
+
+    def slow(number: int) -> None:
+        with Ledger(tmp_path / "ledger.jsonl") as ledger:
+            for what, rank, slower in (("rank 1 on a", 1, 0.0), ("rank 0 on a", 0, 0.5)):
+                ledger.append("straggler", step=99, what=what, ranks=[rank], slower=slower)
+
+    assert run.run(slow).code == 0
+    (event,) = run.told()
+    assert sorted(left for left, _ in event["moves"]) == [0, 1]
+    assert event["moves"][0][0] == 1, "the one that failed comes first"
+    assert sorted(places(run.begun()[2:])) == ["2", "3"]
+    assert "place 0 is slow: place 3 takes over rank 0, 0 spares left" in run.said or (
+        "place 0 is slow: place 2 takes over rank 0, 0 spares left" in run.said
+    )
 
 
 @pytest.mark.parametrize("place", [None, 2])

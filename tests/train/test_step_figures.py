@@ -80,10 +80,11 @@ def test_a_loss_that_is_not_finite_stays_with_its_source() -> None:
 
 
 def test_what_is_behind_the_figures_comes_back_from_them() -> None:
-    mine = figures.of_this_rank(torch.tensor([2.0, 1.5]), torch.float64, stop=3, asked=1)
-    rest = {name: torch.tensor(float(n)) for n, name in enumerate(figures.Figures._fields[6:])}
+    mine = figures.of_this_rank(torch.tensor([2.0, 1.5]), torch.float64, stop=3, asked=1, links=True)
+    rest = {name: torch.tensor(float(n)) for n, name in enumerate(figures.Figures._fields[7:])}
     found, behind = figures.unpack(figures.pack(torch.cat((mine, torch.tensor([7.0, 8.0]).double())), **rest))
-    assert (found.objective, found.loss, found.stop, found.asked, found.norm, found.scale) == (2.0, 1.5, 3, 1, 0, 7)
+    assert (found.objective, found.loss, found.stop, found.asked, found.links) == (2.0, 1.5, 3, 1, 1)
+    assert (found.norm, found.scale) == (0, 7)
     assert behind == [7.0, 8.0]
 
 

@@ -64,6 +64,10 @@ def by(rank: int | None, step: int | None, code: int = 137, own: bool = True, **
     return Attempt(code, rank=rank, step=step, own=own, **how)
 
 
+def doomed(rank: int) -> Attempt:
+    return Attempt(FAILING, rank=rank, step=5, failing=(rank,))
+
+
 @pytest.mark.parametrize(
     ("least", "attempts", "left", "why"),
     [
@@ -75,9 +79,13 @@ def by(rank: int | None, step: int | None, code: int = 137, own: bool = True, **
         pytest.param(2, [by(2, 5), by(2, 6), by(2, 7), by(2, 8)], [0, 1], None, id="then the one in its place"),
         pytest.param(3, [by(2, 5), by(2, 5), by(2, 5)], [0, 1, 3], "step 5", id="as few as there may be"),
         pytest.param(1, [by(None, 5), by(None, 5)], [0, 1, 2, 3], "step 5", id="nobody knows who"),
-        pytest.param(3, [Attempt(FAILING, rank=1, step=5)], [0, 2, 3], None, id="whose GPU fails, at once"),
+        pytest.param(3, [doomed(1)], [0, 2, 3], None, id="whose GPU fails, at once"),
         pytest.param(
-            4, [Attempt(FAILING, rank=1, step=5)], [0, 1, 2, 3], "no GPU", id="whose GPU fails, and is needed"
+            4,
+            [doomed(1)],
+            [0, 1, 2, 3],
+            "no GPU",
+            id="whose GPU fails, and is needed",
         ),
     ],
 )
@@ -116,7 +124,30 @@ def test_which_place_takes_over(
     for attempt in attempts:
         restarts.wait_s(attempt)
     assert (restarts.places, restarts.spares) == (places, spares)
-    assert ((restarts.left_out, restarts.taken) if taken else restarts.taken) == taken
+    assert restarts.moves == ([taken] if taken else [])
+
+
+@pytest.mark.parametrize(
+    ("spares", "least", "attempt", "moves", "why"),
+    [
+        pytest.param([4], 2, {"failing": (0, 2)}, [(0, 4), (2, None)], None, id="two GPUs that fail, one spare"),
+        pytest.param([4], None, {"failing": (0, 2)}, [(0, 4)], "no GPU", id="and no rank can be left out"),
+        pytest.param([4], None, {"failing": (0, 2), "step": 5}, [(0, 4)], "no GPU", id="in the same step as before"),
+        pytest.param([4, 5, 6], 2, {"failing": (2,), "slow": (1,)}, [(2, 4), (1, 5)], None, id="failing, then slow"),
+        pytest.param([4], 2, {"rank": 3, "own": True, "slow": (1, 3)}, [(3, 4)], None, id="slow, and none is left"),
+        pytest.param([], 2, {"slow": (1,)}, [], None, id="a slow one is needed"),
+    ],
+)
+def test_several_places_are_left_at_once(
+    spares: list[int], least: int | None, attempt: dict[str, Any], moves: list[Any], why: str | None
+) -> None:
+    restarts = Restarts(9, places=[0, 1, 2, 3], spares=spares, least=least)
+    assert restarts.wait_s(Attempt(1, step=5)) == 0
+    waits = restarts.wait_s(Attempt(FAILING if "failing" in attempt else 1, **{"step": 6, **attempt}))
+    assert restarts.moves == moves
+    assert (waits is None) is (why is not None)
+    assert why is None or why in str(restarts.why)
+    assert not {left for left, _ in moves} & {*restarts.places, *restarts.spares}
 
 
 def test_a_place_is_left_out_only_when_no_spare_is_left() -> None:
@@ -273,14 +304,16 @@ def test_ranks_are_started_again_until_they_end_well(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_hang_is_told_whatever_the_others_end_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", [HUNG, FAILING])
+def test_a_hang_or_a_failing_gpu_is_told_whatever_the_others_end_with(
+    told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They fail of the end of the rank that has told of it, and may be seen first."""
     monkeypatch.setattr("quern.train.processes.launch.GRACE_S", 60.0)
-    code = "import os, time; rank = int(os.environ['RANK']); time.sleep(rank); os._exit((1, 5)[rank])"
-    told = Events(str(tmp_path), None)
-    command = [sys.executable, "-c", code]
-    ended = Supervisor(str(tmp_path), command, 2, Restarts(0), told, lambda line: None)
-    assert ended.run().code == HUNG
+    code = f"import os, time; rank = int(os.environ['RANK']); time.sleep(rank); os._exit((1, {told})[rank])"
+    own = Events(str(tmp_path), None)
+    ended = Supervisor(str(tmp_path), [sys.executable, "-c", code], 2, Restarts(0), own, lambda line: None).run()
+    assert (ended.code, ended.failing) == (told, (1,) if told == FAILING else ())
 
 
 def test_the_same_step_twice_in_a_row_is_the_end(tmp_path: Path) -> None:

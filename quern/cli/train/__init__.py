@@ -75,6 +75,10 @@ def train(
             help="With --max-restarts: GPUs beyond --nproc that take over from failed ones; processes wait for it.",
         ),
     ] = 0,
+    replace_slow: Annotated[
+        bool,
+        typer.Option("--replace-slow", help="With --spares: at a restart, ranks that were named as slow get them too."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print sizes, layout, memory, traffic and order; start nothing.")
     ] = False,
@@ -98,6 +102,8 @@ def train(
     if spares and (spares < 0 or not max_restarts or "RANK" in os.environ):
         why = "0 or more, with --max-restarts, and 0 where another launcher has started the ranks"
         raise InputError(f"--spares: expected {why}, got {spares}")
+    if replace_slow and not spares:
+        raise InputError("--replace-slow: expected together with --spares")
     resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check, check_settings  # torch takes seconds that a bad config need not wait for
 
@@ -120,7 +126,7 @@ def train(
         _check_gpus(resolved, nproc, spares)
     alone = nproc == 1 and not max_restarts and resolved.on_event is None
     code = _here(resolved) if alone else supervise(
-        resolved, config, overrides or (), nproc, max_restarts, min_nproc, spares
+        resolved, config, overrides or (), nproc, max_restarts, min_nproc, spares, replace_slow=replace_slow
     )  # fmt: skip
     if code:
         raise typer.Exit(code)

@@ -24,14 +24,16 @@ _NAMED = 8
 
 def supervise(
     config: TrainConfig, file: str, overrides: Sequence[str], nproc: int, most_restarts: int, least: int | None = None,
-    spares: int = 0,
+    spares: int = 0, *, replace_slow: bool = False,
 ) -> int:  # fmt: skip
     """Train ``file`` with ``overrides``, which is ``config``, on ``nproc`` processes, after failures of one of them on
-    at least ``least``, with ``spares`` places more; returns the exit code."""
+    at least ``least``, with ``spares`` places more; returns the exit code. ``replace_slow``: see
+    :class:`Supervisor`."""
     restarts = Restarts(most_restarts, least=least)
     command = module("quern.train", file, *overrides)
     with closing(Events(config.run_dir, config.on_event)) as events:
-        attempt = Supervisor(config.run_dir, command, nproc, restarts, events, _tell, spares).run()
+        own = Supervisor(config.run_dir, command, nproc, restarts, events, _tell, spares, replace_slow=replace_slow)
+        attempt = own.run()
     if restarts.why is not None:
         _tell(f"not started again: {restarts.why}")
     if restarts.why is not None and attempt.step is not None:

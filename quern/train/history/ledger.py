@@ -21,9 +21,11 @@ appended before the checkpoint is published, so that what can be resumed is alwa
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
 name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``back {step, reason,
 before, leave_out, good, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler
-{step, what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``corrupt {step,
-since, group, ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last
-equal after ``since`` (:mod:`quern.train.supervision.replicas`), or with ``pairs`` two computations of a micro-batch
+{step, what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``slow_links
+{step, found, links, before, now}``, what was found in so many links when transfers had come to take more of the
+computation's time, ``now`` and ``before`` (:mod:`quern.train.supervision.link_probe`); ``corrupt {step, since, group,
+ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last equal after
+``since`` (:mod:`quern.train.supervision.replicas`), or with ``pairs`` two computations of a micro-batch
 (:mod:`quern.train.supervision.recomputation`); ``complete {step}``, steps that another trainer says
 it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step, run, path}``: the lines before it
 are those of the run ``run`` in the folder ``path``, up to its checkpoint after ``step`` steps, from which this run goes
@@ -252,7 +254,9 @@ _LIMIT = 1 << 40
 """Beyond all steps: a line that says more is damaged."""
 _NUMBERS = {
     **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint", "fork"), ("step", "data_step")),
-    **dict.fromkeys(("spike", "checkpoint_failed", "complete", "good", "end", "stopped", "straggler"), ("step",)),
+    **dict.fromkeys(
+        ("spike", "checkpoint_failed", "complete", "good", "end", "stopped", "straggler", "slow_links"), ("step",)
+    ),
     "back": ("step", "before"),
     "corrupt": ("step", "since"),
 }

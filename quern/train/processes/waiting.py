@@ -109,11 +109,13 @@ class WaitingProcesses(Closes):
             if own.threads != environment["OMP_NUM_THREADS"]:
                 continue
             told = {**environment, launch.PIPE: str(self._pipe[0])}
-            with suppress(OSError):  # it has just ended
+            self._waiting.remove(own)
+            try:
                 own.line.sendall(json.dumps(told).encode() + b"\n")
                 own.line.close()
-                self._waiting.remove(own)
                 return own.worker
+            except OSError:  # it has just ended
+                own.end()
         return None
 
     def close(self) -> None:

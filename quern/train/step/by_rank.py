@@ -97,8 +97,13 @@ class RankFigures:
 
     @property
     def work_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Seconds [ranks] that each has last said; NaN: none yet. On rank 0; empty where there is one rank."""
+        """Seconds [ranks] of work that each has last said; NaN: none yet. On rank 0; empty where there is one rank."""
         return self._known[0] if self._slots else self._known[0, :0]
+
+    @property
+    def comm_wait_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The same of waits for other ranks."""
+        return self._known[3] if self._slots else self._known[3, :0]
 
     def read(self, data_step: int, values: Sequence[float]) -> dict[str, Any]:
         """``slowest_rank``, None where not every rank tells its work, as in a pipeline; and ``ranks``: by figure, the

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from quern.train.history.back import LEFT_OUT
 from quern.train.history.ledger import Ledger
+from quern.train.step.metrics import Mark
 
-__all__ = ["Figures", "note_abnormal", "of_this_rank", "pack", "skip_reason", "unpack"]
+__all__ = ["Figures", "Pending", "note_abnormal", "of_this_rank", "pack", "skip_reason", "unpack"]
 
 
 class Figures(NamedTuple):
@@ -26,6 +28,8 @@ class Figures(NamedTuple):
     """How far the newest asynchronous save is, summed over ranks."""
     asked: float
     """How many ranks were asked for forensics of this step."""
+    links: float
+    """Whether rank 0 wants links to be measured."""
     norm: float
     """Of the gradient, before it was clipped."""
     non_finite: float
@@ -40,12 +44,27 @@ class Figures(NamedTuple):
     """Of the loss, in fp16."""
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A step whose figures are still on the device."""
+
+    step: int
+    data_step: int
+    valid_tokens: int
+    values: torch.Tensor
+    """:class:`Figures`, on their way to the host."""
+    lr: float
+    tokens: int
+    wait_s: float
+    ended: Mark
+
+
 _SUMMED = Figures._fields.index("norm")
 """How many, from the first, are sums over ranks."""
 
 
 def of_this_rank(objective_and_loss: torch.Tensor, dtype: torch.dtype, **counts: float) -> torch.Tensor:
-    """[6]: what this rank adds to the figures that are summed. ``counts``: those behind the first two, by name; they
+    """[7]: what this rank adds to the figures that are summed. ``counts``: those behind the first two, by name; they
     travel with the loss, so that all ranks know them at the same step. More may be put behind them."""
     mine = torch.zeros(_SUMMED, dtype=dtype, device=objective_and_loss.device)
     mine[:2] = objective_and_loss
@@ -56,7 +75,7 @@ def of_this_rank(objective_and_loss: torch.Tensor, dtype: torch.dtype, **counts:
 
 
 def pack(summed: torch.Tensor, **own: torch.Tensor) -> torch.Tensor:
-    """[14 + n], on its way to the host: the summed figures, the others by name, which are the same on every rank, and
+    """[15 + n], on its way to the host: the summed figures, the others by name, which are the same on every rank, and
     the n that were put behind those of :func:`of_this_rank`."""
     rest = torch.stack([own[name].to(summed.dtype) for name in Figures._fields[_SUMMED:]])
     return torch.cat((summed[:_SUMMED], rest, summed[_SUMMED:])).to("cpu", non_blocking=True)

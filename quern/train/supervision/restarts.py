@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quern.errors import FAILING, STOPPED, GoBackError, InputError
+from quern.errors import STOPPED, GoBackError, InputError
 
 __all__ = ["Attempt", "Restarts"]
 
@@ -28,6 +28,10 @@ class Attempt:
     """Whether the next start has other settings, as memory ran out."""
     own: bool = False
     """Whether it failed by itself, so that its place may be the cause."""
+    failing: tuple[int, ...] = ()
+    """Ranks whose GPUs fail, whatever ended the start."""
+    slow: tuple[int, ...] = ()
+    """Ranks that a spare place is to take over because they compute longer than the others."""
     said: str | None = None
     """Who failed and of what, in a line; None: a rank has said it itself."""
 
@@ -49,10 +53,9 @@ class Restarts:
     """How many must be; None: all."""
     done: int = 0
     """Starts after a failure so far."""
-    left_out: int | None = None
-    """After :meth:`wait_s`: the place that is left out from now on."""
-    taken: int | None = None
-    """After :meth:`wait_s`: the spare place that took over its rank."""
+    moves: list[tuple[int, int | None]] = field(default_factory=list)
+    """After :meth:`wait_s`: the places that are left from now on, and the spare places that took over their ranks, None
+    where it goes on with a rank fewer."""
     why: str | None = None
     """After :meth:`wait_s` said None of a failure: why there is no other start."""
     _failed_at: int | None = field(default=None, init=False)
@@ -62,35 +65,38 @@ class Restarts:
 
     def wait_s(self, attempt: Attempt) -> float | None:
         """Seconds to wait before the ranks are started again; None: they are not. After progress there is no wait: a
-        start takes longer than what a wait is for, and each has to get further. A place that has failed by itself
-        is left for a spare one, and left out, while there are more than ``least``, if it was the first to fail twice in
-        a row, or its GPU fails."""
-        self.left_out = self.taken = None
+        start takes longer than what a wait is for, and each has to get further. A place that has failed by itself, or
+        is slow, is left for a spare one. One whose GPU fails, or that was the first to fail twice in a row, is left in
+        any case, while there are more than ``least``."""
+        self.moves = []
         if attempt.code in _ENDS or attempt.asked:
             return None
         if attempt.adapted or attempt.code == GoBackError.exit_code:  # no failures, and there is an end to both
             return 0.0
         before, self._failed_at = self._failed_at, attempt.step
         place = self.places[attempt.rank] if self.places and attempt.rank is not None else None
-        more = self.least is not None and len(self.places) > self.least
-        spoiled = more and place is not None and (place == self._blamed or attempt.code == FAILING)
+        failing = [self.places[rank] for rank in attempt.failing]
+        twice = [place] if place is not None and place == self._blamed and self._may_go_without() else []
         self._blamed = place
-        if attempt.step is not None and attempt.step == before and not spoiled:
+        if attempt.step is not None and attempt.step == before and not failing and not twice:
             self.why = f"step {attempt.step} has ended the run twice in a row"
             return None
         if self.done >= self.most:
             times = "once" if self.most == 1 else f"{self.most} times"
             self.why = f"it was started again {times} (--max-restarts)" if self.most else None
             return None
-        if place is not None and self.spares and (attempt.own or spoiled):
-            self.left_out, self.taken = place, self.spares.pop(0)
-            self.places[self.places.index(place)] = self.taken
-        elif spoiled and place is not None:
-            self.places.remove(place)
-            self.left_out = place
-        elif attempt.code == FAILING:
-            self.why = "no GPU can take over (--spares, --min-nproc)"
-            return None
+        own = [place] if place is not None and attempt.own else []
+        for left in dict.fromkeys([*failing, *twice, *own, *(self.places[rank] for rank in attempt.slow)]):
+            if self.spares:
+                taken = self.spares.pop(0)
+                self.places[self.places.index(left)] = taken
+                self.moves.append((left, taken))
+            elif left in (*failing, *twice) and self._may_go_without():
+                self.places.remove(left)
+                self.moves.append((left, None))
+            elif left in failing:
+                self.why = "no GPU can take over (--spares, --min-nproc)"
+                return None
         reached = -1 if attempt.step is None else attempt.step
         further = reached > self._furthest
         self._furthest = max(self._furthest, reached)
@@ -98,3 +104,6 @@ class Restarts:
         self.done += 1
         waits = self.first_wait_s * 2.0 ** min(self._in_a_row - 1, 30)
         return min(self.longest_wait_s, waits) if self._in_a_row else 0.0
+
+    def _may_go_without(self) -> bool:
+        return self.least is not None and len(self.places) > self.least

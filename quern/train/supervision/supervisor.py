@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from quern.errors import FAILING, HUNG, STOPPED, GoBackError, InputError, named_line
 from quern.train.processes import launch
@@ -16,6 +17,7 @@ from quern.train.processes.waiting import WaitingProcesses
 from quern.train.supervision import beats, out_of_memory, tracebacks
 from quern.train.supervision.events import Events
 from quern.train.supervision.restarts import Attempt, Restarts
+from quern.train.supervision.stragglers import slow_ranks
 from quern.words import counted
 
 __all__ = ["Supervisor"]
@@ -27,11 +29,12 @@ class Supervisor:
     One that fails ends the others. A signal to this process goes to all, and ends the restarts. ``tell`` prints a line.
     With ``spares``, so many places beside those of the ranks, processes wait to be the next start's ranks; ``command``
     then calls :func:`quern.train.processes.waiting.wait` first.
+    ``replace_slow``: a restart gives ranks that were named as slow to spare places too.
     """
 
     def __init__(
         self, run_dir: str, command: Sequence[str], nproc: int, restarts: Restarts, events: Events,
-        tell: Callable[[str], None], spares: int = 0,
+        tell: Callable[[str], None], spares: int = 0, *, replace_slow: bool = False,
     ) -> None:  # fmt: skip
         self._run_dir, self._command, self._nproc = run_dir, command, nproc
         self._waiting = WaitingProcesses(command) if spares else None
@@ -39,6 +42,9 @@ class Supervisor:
         restarts.places = [*range(nproc)]
         restarts.spares = [*range(nproc, nproc + spares)]
         self._restarts, self._events, self._tell = restarts, events, tell
+        self._replace_slow = replace_slow
+        self._used = restarts.places
+        """By rank, the places of the newest start."""
         self._asked = False
 
     def run(self) -> Attempt:
@@ -68,26 +74,31 @@ class Supervisor:
             if attempt.code == GoBackError.exit_code or attempt.adapted:
                 continue  # a rank says it
             where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
-            gone, taken = self._restarts.left_out, self._restarts.taken
-            if taken is not None:
-                left = counted(len(self._restarts.spares), "spare")
-                self._tell(f"place {gone} has failed: place {taken} takes over rank {attempt.rank}, {left} left")
-            elif gone is not None:
-                why = "has a GPU that fails" if attempt.code == FAILING else "has failed twice in a row"
-                who = f"rank {gone} of {self._nproc}" if self._num_places == self._nproc else f"place {gone}"
-                self._tell(f"{who} {why}: it goes on without (--min-nproc)")
+            for gone, taken in self._restarts.moves:
+                self._tell(self._moved(attempt, gone, taken))
             times = f"{self._restarts.done} of {self._restarts.most}"
             when = f"in {wait_s:.0f} s" if wait_s else "at once"
             self._tell(f"failed {where}: started again {when} (restart {times})")
             if self._waited(wait_s):
                 return attempt
 
-    def _change(self) -> dict[str, int | None]:
-        """Of an event, the place that is left, the spare one that takes over its rank, and how many there are still."""
+    def _moved(self, attempt: Attempt, gone: int, taken: int | None) -> str:
+        """What is said of a place that is left."""
+        rank = self._used.index(gone)
+        why = "has failed" if rank == attempt.rank else "is slow"
+        why = "has a GPU that fails" if rank in attempt.failing else why
+        if taken is not None:
+            left = counted(len(self._restarts.spares), "spare")
+            return f"place {gone} {why}: place {taken} takes over rank {rank}, {left} left"
+        why = why if rank in attempt.failing else "has failed twice in a row"
+        who = f"rank {gone} of {self._nproc}" if self._num_places == self._nproc else f"place {gone}"
+        return f"{who} {why}: it goes on without (--min-nproc)"
+
+    def _change(self) -> dict[str, Any]:
+        """Of an event, the places that are left and those that take over, and how many spare ones there are still."""
         if self._waiting is None:
             return {}
-        own = self._restarts
-        return {"place_left": own.left_out, "place_taken": own.taken, "spares": len(own.spares)}
+        return {"moves": [[*move] for move in self._restarts.moves], "spares": len(self._restarts.spares)}
 
     def _waited(self, wait_s: float) -> bool:
         """Whether a signal has asked for the end before ``wait_s`` were over."""
@@ -99,7 +110,8 @@ class Supervisor:
 
     def _attempt(self) -> Attempt:
         began, adapted = time.time(), out_of_memory.count(self._run_dir)
-        places, spares = [*self._restarts.places], None if self._waiting is None else [*self._restarts.spares]
+        self._used = places = [*self._restarts.places]
+        spares = None if self._waiting is None else [*self._restarts.spares]
         made = launch.environments(self._num_places, places, spares)
         with tempfile.NamedTemporaryFile(prefix="quern-ranks-") as file:
             environments = beats.environments_with(file.name, made[: len(places)])
@@ -126,14 +138,15 @@ class Supervisor:
                 launch.abort(workers)
                 failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
             steps = beats.read(file.fileno())
-        fails = codes.index(FAILING) if code == FAILING else None
-        rank = fails if fails is not None or failure is None else failure.rank
+        failing = tuple(rank for rank, own in enumerate(codes) if own == FAILING)
+        rank = failing[0] if code == FAILING else None if failure is None else failure.rank
         reached = [step for step in steps if step is not None]
         return Attempt(
             code if code >= 0 else 128 - code, self._asked, rank,
             steps[rank] if rank is not None else max(reached, default=None),
             out_of_memory.count(self._run_dir) > adapted,
-            fails is not None or (failure is not None and failure.own),
+            code == FAILING or (failure is not None and failure.own), failing,
+            slow_ranks(self._run_dir, began) if code and self._replace_slow else (),
             None if failure is None else failure.said,
         )  # fmt: skip
 
