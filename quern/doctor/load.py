@@ -22,13 +22,13 @@ from quern.model.float8.recipe import Recipe
 from quern.train.config import TrainConfig
 from quern.train.flash import check_flash, use_flash
 from quern.train.processes.address import is_loopback
+from quern.train.processes.exchange import exchange
 from quern.train.processes.gpus import open_nvml, watched
 from quern.train.processes.machine import pci_address
 from quern.train.processes.ranks import choose_device
 from quern.train.profiling.ceilings import copy_ceiling, float8_ceiling, gemm_ceiling
 from quern.train.setup import check_float8
 from quern.train.step.precision import precision_of
-from quern.train.supervision.link_probe import exchange
 
 __all__ = ["device", "link"]
 

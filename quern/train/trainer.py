@@ -41,7 +41,7 @@ from quern.train.step.schedule import learning_rate, share_after_spikes
 from quern.train.step.validation import Validator
 from quern.train.supervision import beats
 from quern.train.supervision.back import GoingBack
-from quern.train.supervision.device_watch import DeviceWatch
+from quern.train.supervision.device_watch import DeviceWatch, as_fact
 from quern.train.supervision.link_probe import LinkProbe
 from quern.train.supervision.recomputation import Recomputation
 from quern.train.supervision.replicas import Replicas
@@ -133,6 +133,8 @@ class Trainer(Closes):
                 self.train_step(step)
                 if step == self.start.step:
                     self.ranks.wait_at_most(self.config.comm.timeout_s)
+                if self.link_probe.asked:
+                    self.measure_links(step)
                 self.validate_if_due(step)
                 self.save_if_due(step)
                 self.profiler.step(step)
@@ -248,8 +250,7 @@ class Trainer(Closes):
             self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             self.back.judge(pending.step, pending.data_step, found, self._skips)
-            if found.links:
-                self.link_probe.measure(pending.step, self.watchdog.enter)
+            self.link_probe.asked |= found.links > 0
         self.back.judge_copies(self.replicas.settle(self.done - keep))
 
     def _read(self, pending: figures.Pending, found: figures.Figures, behind: list[float]) -> Seen:
@@ -325,6 +326,14 @@ class Trainer(Closes):
         kept |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
         return kept if self.parallel.amaxes is None else kept | {"float8.history": self.parallel.amaxes.history}
 
+    def measure_links(self, step: int) -> None:
+        """Measure the links between ranks, if the run is not to end."""
+        self.drain_metrics()
+        if self.stopped_by is None:
+            self.watchdog.enter("links")
+            self.link_probe.measure(step)
+            self._mark = Mark(self.ranks.device)  # it is no step's time
+
     def validate_if_due(self, step: int) -> None:
         """Compute the held-out loss every ``validation.interval`` steps and after the last."""
         done, interval = step + 1, self.config.validation.interval
@@ -351,9 +360,9 @@ class Trainer(Closes):
             log.warning("the last %s skipped: the weights are those after step %d", which, self.done - self._skips)
         if self.ledger is not None and not math.isfinite(self._held_out):
             log.warning("the held-out loss is not finite: the weights are of no use")
-        failing = None if self.complete else self.device_watch.found()
+        failing = [] if self.complete else self.device_watch.found()
         if self.ledger is not None and not self.complete:
-            self.ledger.append("stopped", step=self.done, signal=str(failing or self.stopped_by))
+            self.ledger.append("stopped", step=self.done, **as_fact(failing, str(self.stopped_by)))
         elif self.ledger is not None:
             self.ledger.append("end", step=self.done)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from quern.config import validate
 from quern.doctor.fleet import judge
 from quern.doctor.readings import Device, Disk, Finding, Link, Problem, Reading
-from quern.doctor.run import planned_rounds
 from quern.errors import InputError
+from quern.train.processes.links import planned_rounds
 
 NODES, GPUS, REPEATS = 64, 8, 9
 TESTS = {"product bf16": 700e12, "copy device": 2.6e12}

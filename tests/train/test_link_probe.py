@@ -38,7 +38,7 @@ def times(rng: np.random.Generator, ranks: int, transfer: np.ndarray[Any, Any]) 
 
 
 @pytest.mark.parametrize(
-    "ranks", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(64, marks=pytest.mark.long)]
+    "ranks", [4, pytest.param(8, marks=pytest.mark.long), pytest.param(64, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("transfer", [0.3, pytest.param(0.001, marks=pytest.mark.long)])
 def test_times_that_jitter_and_slow_ranks_are_no_reason(ranks: int, transfer: float) -> None:
@@ -50,7 +50,7 @@ def test_times_that_jitter_and_slow_ranks_are_no_reason(ranks: int, transfer: fl
 
 
 @pytest.mark.parametrize(
-    "ranks", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(64, marks=pytest.mark.long)]
+    "ranks", [4, pytest.param(8, marks=pytest.mark.long), pytest.param(64, marks=pytest.mark.long)]
 )
 def test_transfers_that_take_three_times_as_long_are_one_until_they_are_as_before(ranks: int) -> None:
     transfer = np.full(STEPS, 0.3)
@@ -108,5 +108,36 @@ def test_a_run_whose_waits_grow_names_the_slow_pair(tmp_path: Path) -> None:
     (entry,) = (own for own in read_ledger(tmp_path / "run" / "ledger.jsonl") if own["kind"] == "slow_links")
     assert (entry["links"], entry["before"], entry["now"]) == (6, 0.1, 0.5)
     (text,) = entry["found"]
-    assert text.endswith("(ranks 1 and 3): -98% against the fleet's median (1 local pair link)")
+    assert text.endswith("(ranks 1 and 3): -98% against the median (1 local pair link)")
     assert 8 < entry["step"] <= 11
+
+
+def no_memory_on_rank_2() -> None:
+    ranks, empty = Ranks(dist.get_rank(), 4, torch.device("cpu")), torch.empty
+
+    def without(*size: Any, **how: Any) -> torch.Tensor:
+        if dist.get_rank() == 2:
+            raise torch.OutOfMemoryError("none left")
+        return empty(*size, **how)
+
+    own = LinkProbe(["a"] * 4, None, ranks)
+    own.asked = True
+    torch.empty, link_probe.exchange = without, None  # type: ignore[assignment]
+    own.measure(3)
+    assert not own.asked
+
+
+def test_a_rank_without_memory_for_it_ends_the_measurement_and_not_the_run(tmp_path: Path) -> None:
+    assert run_ranks(no_memory_on_rank_2, 4) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kinds"),
+    [("aa", []), ("aaa", []), ("aabb", []), ("abcd", ["pair"] * 3), ("aaaabbbb", ["local pair"] * 3 + ["pair"])],
+)
+def test_links_are_measured_where_enough_can_be_compared(hosts: str, kinds: list[str]) -> None:
+    own = LinkProbe([*hosts], None, Ranks(0, len(hosts), torch.device("cpu")))
+    assert [kind for kind, _ in own._rounds] == kinds
+    for share in [0.1] * 50 + [0.5] * 50:
+        own.observe(np.ones(len(hosts)), np.full(len(hosts), share))
+    assert own.take_request() is bool(kinds)

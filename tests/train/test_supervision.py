@@ -18,9 +18,12 @@ import pytest
 from quern.cli.train import ranks
 from quern.config import dump_yaml
 from quern.errors import FAILING, HUNG
+from quern.train.history.ledger import Ledger, read_ledger
+from quern.train.history.metrics_file import when
 from quern.train.processes import launch
 from quern.train.supervision import beats, events
 from quern.train.supervision.events import Events
+from quern.train.supervision.named_ranks import named_ranks
 from quern.train.supervision.restarts import Attempt, Restarts
 from quern.train.supervision.supervisor import Supervisor
 from support.lineage import runs
@@ -131,8 +134,9 @@ def test_which_place_takes_over(
     ("spares", "least", "attempt", "moves", "why"),
     [
         pytest.param([4], 2, {"failing": (0, 2)}, [(0, 4), (2, None)], None, id="two GPUs that fail, one spare"),
-        pytest.param([4], None, {"failing": (0, 2)}, [(0, 4)], "no GPU", id="and no rank can be left out"),
-        pytest.param([4], None, {"failing": (0, 2), "step": 5}, [(0, 4)], "no GPU", id="in the same step as before"),
+        pytest.param([4], None, {"failing": (0, 2)}, [], "no GPU", id="and no rank can be left out"),
+        pytest.param([4], 4, {"failing": (0, 2), "step": 5}, [], "no GPU", id="nor in the same step as before"),
+        pytest.param([4], 4, {"failing": (2,), "rank": 2, "own": True}, [(2, 4)], None, id="as a rank tells it"),
         pytest.param([4, 5, 6], 2, {"failing": (2,), "slow": (1,)}, [(2, 4), (1, 5)], None, id="failing, then slow"),
         pytest.param([4], 2, {"rank": 3, "own": True, "slow": (1, 3)}, [(3, 4)], None, id="slow, and none is left"),
         pytest.param([], 2, {"slow": (1,)}, [], None, id="a slow one is needed"),
@@ -302,6 +306,44 @@ def test_ranks_are_started_again_until_they_end_well(tmp_path: Path) -> None:
     assert [(row["event"], row["rank"], row["step"], row["restarts"]) for row in read_events(tmp_path)] == [
         ("failed", 1, 1, 1), ("failed", 1, 3, 2),
     ]  # fmt: skip
+
+
+def test_all_whose_gpus_fail_are_left_though_those_of_sound_ones_end_with_the_same_code(tmp_path: Path) -> None:
+    """They have waited to be ended, or one of them is seen before a rank that hangs in its driver."""
+    said, told = list[str](), Events(str(tmp_path), None)
+    code = """
+import os, sys
+from quern.train.history.ledger import Ledger
+if os.environ["WORLD_SIZE"] == "4" and os.environ["RANK"] == "0":
+    with Ledger(sys.argv[1] + "/ledger.jsonl") as ledger:
+        ledger.append("stopped", step=7, signal="two GPUs", failing=[1, 3])
+sys.exit(6 * (os.environ["WORLD_SIZE"] == "4"))
+"""
+    restarts, command = Restarts(2, first_wait_s=0.01, least=2), [sys.executable, "-c", code, str(tmp_path)]
+    assert Supervisor(str(tmp_path), command, 4, restarts, told, said.append).run().code == 0
+    assert restarts.places == [0, 2]
+    assert [line for line in said if "place" in line or "rank" in line] == [
+        "rank 1 of 4 has a GPU that fails: it goes on without (--min-nproc)",
+        "rank 3 of 4 has a GPU that fails: it goes on without (--min-nproc)",
+    ]
+
+
+def test_who_is_named_since_a_start(tmp_path: Path) -> None:
+    assert named_ranks(str(tmp_path), 0.0) == ((), ())
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.append("straggler", step=49, what="rank 5 on a", ranks=[5], slower=0.4)
+        ledger.append("stopped", step=50, signal="a GPU", failing=[2])
+        while (began := time.time()) - 0.002 < when(read_ledger(tmp_path / "ledger.jsonl")[-1]):
+            time.sleep(0.001)
+        assert named_ranks(str(tmp_path), began) == ((), ())
+        for what, which, slower in (("rank 1 on a", [1], 0.3), ("b", [2, 3], 0.5), ("rank 1 on a", [1], 0.0)):
+            ledger.append("straggler", step=99, what=what, ranks=which, slower=slower)
+        assert named_ranks(str(tmp_path), began) == ((), (2, 3))
+        ledger.append("stopped", step=100, signal="GPUs", failing=[0, 3])
+        assert named_ranks(str(tmp_path), began) == ((0, 3), (2, 3))
+    assert named_ranks(str(tmp_path), 0.0) == ((0, 3), (2, 3, 5))
+    (tmp_path / "ledger.jsonl").write_text("{no line}\n{}\n")
+    assert named_ranks(str(tmp_path), 0.0) == ((), ())
 
 
 @pytest.mark.parametrize("told", [HUNG, FAILING])

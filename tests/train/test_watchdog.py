@@ -15,7 +15,7 @@ import pytest
 from quern.config import dump_yaml
 from quern.errors import HUNG
 from quern.train.supervision import watchdog
-from quern.train.supervision.watchdog import Limits, culprits
+from quern.train.supervision.watchdog import PHASES, Limits, culprits
 from support.programs import python
 from support.train import run_case as case
 
@@ -165,3 +165,12 @@ def test_nothing_is_learned_from_the_first_step(tmp_path: Path, clock: Any) -> N
             clock.now += seconds
     assert own._limits.of("data") == pytest.approx(6, rel=0.01)
     assert own._limits.of("forward") == pytest.approx(6, rel=0.01)  # that of step 7 has not ended
+
+
+def test_every_phase_that_a_rank_enters_is_one_that_culprits_are_found_by() -> None:
+    files = Path(watchdog.__file__).parents[1].rglob("*.py")
+    entered = {name for file in files for name in re.findall(r"\benter\(\"(\w+)\"", file.read_text())}
+    assert entered == {*PHASES}
+    for phase in PHASES:
+        places = {rank: {"step": 3, "phase": phase, "seconds": 9.0, "host": "a"} for rank in range(2)}
+        assert culprits(places, 2)[0] == [0, 1]

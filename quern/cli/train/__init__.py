@@ -105,6 +105,8 @@ def train(
     if replace_slow and not spares:
         raise InputError("--replace-slow: expected together with --spares")
     resolved = load_run_config(config, overrides or ())
+    if replace_slow and (nproc < 3 or resolved.parallel.pp > 1):
+        raise InputError("--replace-slow: expected 3 ranks or more and parallel.pp=1: else none can be told to be slow")
     from quern.train.setup import check, check_settings  # torch takes seconds that a bad config need not wait for
 
     if dry_run:

@@ -26,10 +26,11 @@ before, leave_out, good, order}``, the run ends to go back by itself (:mod:`quer
 computation's time, ``now`` and ``before`` (:mod:`quern.train.supervision.link_probe`); ``corrupt {step, since, group,
 ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last equal after
 ``since`` (:mod:`quern.train.supervision.replicas`), or with ``pairs`` two computations of a micro-batch
-(:mod:`quern.train.supervision.recomputation`); ``complete {step}``, steps that another trainer says
-it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step, run, path}``: the lines before it
-are those of the run ``run`` in the folder ``path``, up to its checkpoint after ``step`` steps, from which this run goes
-on. Facts of an attempt stand before the line that opens the next one. A healthy step leaves no line.
+(:mod:`quern.train.supervision.recomputation`); ``complete {step}``, steps that another trainer says it has completed;
+``end {step}``; ``stopped {step, signal}``, with ``failing``, their ranks, where GPUs fail; ``fork {step, data_step,
+run, path}``: the lines before it are those of the run ``run`` in the folder ``path``, up to its checkpoint after
+``step`` steps, from which this run goes on. Facts of an attempt stand before the line that opens the next one. A
+healthy step leaves no line.
 """
 
 from __future__ import annotations

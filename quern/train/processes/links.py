@@ -79,7 +79,8 @@ def nodes_of(ranks: Iterable[int], places: Mapping[int, str]) -> list[str]:
 def slow_links(
     kind: str, speeds: dict[tuple[int, ...], float], broken: Mapping[tuple[int, ...], str], places: Mapping[int, str]
 ) -> Iterator[tuple[str, Sequence[str], str, str]]:
-    """What is slow, as a code of the doctor's, its nodes, where and a text: first nodes, then ranks, then pairs, each
+    """What is slow: a code (``slow-links`` of nodes, ``slow-rank``, ``slow-pair``, ``broken-link``), nodes, where and a
+    text; first nodes, then ranks, then pairs, each
     without the links of those that were named before.
 
     ``speeds``: bytes a second by pair of ranks. ``kind`` names them in texts. ``broken``: pairs without one, and why.
@@ -111,6 +112,6 @@ def slow_links(
                 yield "broken-link", nodes_of(end, places), where, broken[end]
             elif is_low and len(best) >= FEWEST:
                 named |= set(end)
-                text = f"{speed / middle - 1:+.0%} against the fleet's median ({counted(count, kind + ' link')})"
+                text = f"{speed / middle - 1:+.0%} against the median ({counted(count, kind + ' link')})"
                 yield code, nodes_of(end, places), where, text
         speeds = {ranks: speed for ranks, speed in speeds.items() if not named & set(ranks)}

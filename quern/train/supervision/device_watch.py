@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from quern.train.processes.gpus import open_nvml, watched
 from quern.train.processes.machine import pci_address
 from quern.train.processes.ranks import Ranks
 
-__all__ = ["DeviceWatch", "Failing", "failure"]
+__all__ = ["DeviceWatch", "Failing", "as_fact", "failure"]
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,15 @@ class Failing:
         return f"the GPU of rank {self.rank} on {self.host} fails: {self.what}"
 
 
+def as_fact(found: Sequence[Failing], signal: str) -> dict[str, Any]:
+    """What the ledger says of the end of a run: these GPUs and their ranks, or else the ``signal``."""
+    return {"signal": _line(found), "failing": [own.rank for own in found]} if found else {"signal": signal}
+
+
+def _line(found: Sequence[Failing]) -> str:
+    return "; ".join(map(str, found))
+
+
 class DeviceWatch:
     """Watches within its block, on a thread, where the rank has a GPU and nvidia-ml-py is installed.
 
@@ -78,24 +88,24 @@ class DeviceWatch:
     ) -> None:
         self._ends.set()
 
-    def found(self) -> Failing | None:
-        """The first rank whose GPU is failing. Collective."""
+    def found(self) -> list[Failing]:
+        """The ranks whose GPUs are failing. Collective."""
         shares = Agreement(self._ranks.rank, self._ranks.world).gather((self.failing, socket.gethostname()))
-        return next((Failing(rank, host, what) for rank, (what, host) in enumerate(shares) if what is not None), None)
+        return [Failing(rank, host, what) for rank, (what, host) in enumerate(shares) if what is not None]
 
-    def leave_if(self, found: Failing | None, done: int) -> None:
-        """End the run, which has saved a checkpoint after ``done`` steps, where a GPU is failing.
+    def leave_if(self, found: Sequence[Failing], done: int) -> None:
+        """End the run, which has saved a checkpoint after ``done`` steps, where GPUs are failing.
 
         Raises:
             DeviceError: on ranks with such a GPU; on the others later, if they are still there.
         """
-        if found is None:
+        if not found:
             return
         if self.failing is None:
             time.sleep(_WAIT_S)
         raise DeviceError(
-            f"{found}; a checkpoint after step {done} was saved, and the same command goes on; take the GPU out of "
-            f"service"
+            f"{_line(found)}; a checkpoint after step {done} was saved, and the same command goes on; take "
+            f"{'the GPU' if len(found) == 1 else 'these GPUs'} out of service"
         )
 
     def _watch(self) -> None:

@@ -85,6 +85,9 @@ class Restarts:
             times = "once" if self.most == 1 else f"{self.most} times"
             self.why = f"it was started again {times} (--max-restarts)" if self.most else None
             return None
+        if len(failing) > len(self.spares) + (0 if self.least is None else len(self.places) - self.least):
+            self.why = "no GPU can take over (--spares, --min-nproc)"
+            return None
         own = [place] if place is not None and attempt.own else []
         for left in dict.fromkeys([*failing, *twice, *own, *(self.places[rank] for rank in attempt.slow)]):
             if self.spares:
@@ -94,9 +97,6 @@ class Restarts:
             elif left in (*failing, *twice) and self._may_go_without():
                 self.places.remove(left)
                 self.moves.append((left, None))
-            elif left in failing:
-                self.why = "no GPU can take over (--spares, --min-nproc)"
-                return None
         reached = -1 if attempt.step is None else attempt.step
         further = reached > self._furthest
         self._furthest = max(self._furthest, reached)

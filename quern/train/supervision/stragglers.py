@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quern.errors import QuernError
-from quern.train.history.ledger import Ledger, read_ledger
-from quern.train.history.metrics_file import when
+from quern.train.history.ledger import Ledger
 
-__all__ = ["Straggler", "Stragglers", "slow_ranks"]
+__all__ = ["Straggler", "Stragglers"]
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +99,3 @@ class Stragglers:
         for rank, host in enumerate(self._hosts):
             found[host] = (*found.get(host, ()), rank)
         return found
-
-
-def slow_ranks(run_dir: str, began: float) -> tuple[int, ...]:
-    """Those that the ledger has named since ``began`` [seconds since the epoch], and not as fast again."""
-    try:
-        entries = read_ledger(os.path.join(run_dir, "ledger.jsonl"))
-    except (OSError, QuernError):  # what cannot be read names nobody
-        return ()
-    slow: dict[str, tuple[int, ...]] = {}
-    for entry in entries:
-        if entry["kind"] == "straggler" and when(entry) >= began:
-            slow[entry["what"]] = (*entry["ranks"],) if entry["slower"] else ()
-    return tuple(sorted({rank for ranks in slow.values() for rank in ranks}))

@@ -16,8 +16,8 @@ from quern.train.processes import launch
 from quern.train.processes.waiting import WaitingProcesses
 from quern.train.supervision import beats, out_of_memory, tracebacks
 from quern.train.supervision.events import Events
+from quern.train.supervision.named_ranks import named_ranks
 from quern.train.supervision.restarts import Attempt, Restarts
-from quern.train.supervision.stragglers import slow_ranks
 from quern.words import counted
 
 __all__ = ["Supervisor"]
@@ -74,21 +74,22 @@ class Supervisor:
             if attempt.code == GoBackError.exit_code or attempt.adapted:
                 continue  # a rank says it
             where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
+            left = len(self._restarts.spares) + sum(taken is not None for _, taken in self._restarts.moves)
             for gone, taken in self._restarts.moves:
-                self._tell(self._moved(attempt, gone, taken))
+                left -= taken is not None
+                self._tell(self._moved(attempt, gone, taken, counted(left, "spare")))
             times = f"{self._restarts.done} of {self._restarts.most}"
             when = f"in {wait_s:.0f} s" if wait_s else "at once"
             self._tell(f"failed {where}: started again {when} (restart {times})")
             if self._waited(wait_s):
                 return attempt
 
-    def _moved(self, attempt: Attempt, gone: int, taken: int | None) -> str:
-        """What is said of a place that is left."""
+    def _moved(self, attempt: Attempt, gone: int, taken: int | None, left: str) -> str:
+        """What is said of a place that is left; then so many spare ones are ``left``."""
         rank = self._used.index(gone)
-        why = "has failed" if rank == attempt.rank else "is slow"
+        why = "is slow" if rank in attempt.slow and not (attempt.own and rank == attempt.rank) else "has failed"
         why = "has a GPU that fails" if rank in attempt.failing else why
         if taken is not None:
-            left = counted(len(self._restarts.spares), "spare")
             return f"place {gone} {why}: place {taken} takes over rank {rank}, {left} left"
         why = why if rank in attempt.failing else "has failed twice in a row"
         who = f"rank {gone} of {self._nproc}" if self._num_places == self._nproc else f"place {gone}"
@@ -138,7 +139,8 @@ class Supervisor:
                 launch.abort(workers)
                 failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
             steps = beats.read(file.fileno())
-        failing = tuple(rank for rank, own in enumerate(codes) if own == FAILING)
+        named = named_ranks(self._run_dir, began)
+        failing = (named.failing or (codes.index(FAILING),)) if code == FAILING else ()
         rank = failing[0] if code == FAILING else None if failure is None else failure.rank
         reached = [step for step in steps if step is not None]
         return Attempt(
@@ -146,7 +148,7 @@ class Supervisor:
             steps[rank] if rank is not None else max(reached, default=None),
             out_of_memory.count(self._run_dir) > adapted,
             code == FAILING or (failure is not None and failure.own), failing,
-            slow_ranks(self._run_dir, began) if code and self._replace_slow else (),
+            named.slow if self._replace_slow else (),
             None if failure is None else failure.said,
         )  # fmt: skip
 
