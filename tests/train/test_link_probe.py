@@ -44,7 +44,7 @@ def times(rng: np.random.Generator, ranks: int, transfer: np.ndarray[Any, Any]) 
 def test_times_that_jitter_and_slow_ranks_are_no_reason(ranks: int, transfer: float) -> None:
     for seed in range(3):
         work, wait = times(np.random.default_rng(seed), ranks, np.full(STEPS, transfer))
-        work[1000:, 1] *= 2
+        work[1000:, 1] *= 4
         wait[1000:] = work[1000:].max(axis=1, keepdims=True) - work[1000:] + transfer
         assert asked(work, wait) == []
 
