@@ -33,7 +33,8 @@ from quern.train.setup import open_trainer
 GOAL = 0.01
 VOCAB_SIZE = 4096
 CALLS = {
-    "watchdog": ("enter",), "guard": ("judge",), "replicas": ("compare", "settle"), "stragglers": ("observe",), "link_probe": ("observe", "take_request"),
+    "watchdog": ("enter",), "guard": ("judge",), "replicas": ("compare", "settle"),
+    "stragglers": ("observe",), "link_probe": ("observe", "take_request"),
     "by_rank": ("begin", "worked", "wait", "waited", "of_this_rank", "settle", "read"),
     "back": ("judge", "judge_copies"), "forensics": ("losses", "keep", "take_request", "settle"),
 }  # fmt: skip
