@@ -65,8 +65,9 @@ def restarts(run: Path) -> list[float]:
     return found
 
 
-def noticed(met: chaos.Chaos, events: list[dict[str, Any]]) -> Iterator[tuple[str, float, bool]]:
-    """Of each fault that must be told, after how many seconds it was, and whether its rank was named; infinite: never.
+def noticed(met: chaos.Chaos, events: list[dict[str, Any]]) -> Iterator[tuple[str, float, bool, str]]:
+    """Of each fault that must be told, after how many seconds it was, whether its rank was named, and what was said;
+    infinite: never.
     Another fault may end the run before one is told: then it has gone with that start, and is left out."""
     ends, entries = rows(met.run / "events.jsonl"), rows(met.run / "ledger.jsonl")
     for mark in sorted((met.folder / "marks").iterdir(), key=lambda file: file.stat().st_mtime):
@@ -74,12 +75,15 @@ def noticed(met: chaos.Chaos, events: list[dict[str, Any]]) -> Iterator[tuple[st
         after = [end for end in ends if moment(end) >= at - 0.01]
         if event["kind"] in ("kill", "damage", "raise", "stop", "no memory"):
             end = after[0] if after else None
-            yield event["kind"], moment(end) - at if end else math.inf, bool(end and end["rank"] == event["rank"])
+            seconds, named = moment(end) - at if end else math.inf, bool(end and end["rank"] == event["rank"])
+            yield event["kind"], seconds, named, f"{event}: {end and end['said']}"
         elif event["kind"] in ("flip", "full"):
             kind = {"flip": "corrupt", "full": "checkpoint_failed"}[event["kind"]]
             told = [row for row in entries if row["kind"] == kind and moment(row) >= at - 0.01]
             if told and not (after and moment(after[0]) < moment(told[0]) - 1):
-                yield event["kind"], moment(told[0]) - at, kind != "corrupt" or event["rank"] in told[0]["ranks"]
+                yield event["kind"], moment(told[0]) - at, (
+                    kind != "corrupt" or event["rank"] in told[0]["ranks"]
+                ), f"{event}: {told[0]}"  # fmt: skip
 
 
 def main() -> int:
@@ -119,8 +123,10 @@ def main() -> int:
             waits += own
             for kind, count in Counter(entry["kind"] for entry in case.ledger(met.run)).items():
                 told[kind].append(count)
-            for kind, seconds, named in noticed(met, events):
+            for kind, seconds, named, said in noticed(met, events):
                 seen[kind].append((seconds, named))
+                if not named:
+                    print(f"another rank was named: {kind}, {said}", flush=True)
             share = GOODPUT.findall(met.said)
             marks = len(list((two / "at" / "marks").iterdir()))
             cells = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import pytest
 
 from quern.config import dump_yaml
 from quern.errors import HUNG
+from quern.train.processes.ranks import Ranks, choose_device
 from quern.train.supervision import watchdog
 from quern.train.supervision.watchdog import PHASES, Limits, culprits
 from support.programs import python
@@ -154,9 +156,31 @@ def test_who_is_waited_for(places: dict[int, Any], guilty: list[int], told: str)
     assert re.search(told, words)
 
 
-def test_nothing_is_learned_from_the_first_step(tmp_path: Path, clock: Any) -> None:
-    from quern.train.processes.ranks import Ranks, choose_device
+class Store:
+    """Ranks that have answered by now; rank 2 does when it has been asked for five times."""
 
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += keys == ["quern/hang/2"]
+        return keys == ["quern/hang/0"] or (keys == ["quern/hang/2"] and self.asked > 5)
+
+    def get(self, key: str) -> bytes:
+        return json.dumps(place(7, "reduce")).encode()
+
+
+@pytest.mark.parametrize(("world", "answered"), [(3, [0, 2]), (4, [0, 2])])
+def test_a_rank_that_is_late_to_answer_is_not_taken_for_the_one_that_hangs(
+    world: int, answered: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_STORE_S", 2.0)
+    own = watchdog.Watchdog(case.settings(tmp_path, ["data"]), Ranks(0, world, choose_device("cpu")), 0)
+    own._store = Store()
+    assert sorted(own._answers()) == answered
+
+
+def test_nothing_is_learned_from_the_first_step(tmp_path: Path, clock: Any) -> None:
     config = case.settings(tmp_path, ["data"], watchdog={"least_s": 1, "factor": 2})
     own = watchdog.Watchdog(config, Ranks(0, 2, choose_device("cpu")), 5)
     for step, seconds in ((5, 500.0), (6, 3.0), (7, 1.0)):

@@ -148,15 +148,25 @@ class Watchdog:
             time.sleep(3 * self._poll_s + 1)  # the others see the alarm
             first = next(rank for rank in range(self._ranks.world) if self._said(f"{_ALARM}/{rank}"))
             if first == self._ranks.rank:
-                keys = [f"{_ALARM}/{rank}" for rank in range(self._ranks.world)]
-                known = {rank: self._ask("get", key) for rank, key in enumerate(keys) if self._said(key)}
-                guilty, what = culprits({rank: json.loads(own) for rank, own in known.items()}, self._ranks.world)
+                guilty, what = culprits(self._answers(), self._ranks.world)
                 self._leave(what, guilty[0], then=lambda: self._ask("set", f"{_ALARM}/told", b"1"))
-            end = time.monotonic() + _STORE_S
+            end = time.monotonic() + 2 * _STORE_S
             while not self._said(f"{_ALARM}/told") and time.monotonic() < end:
                 time.sleep(0.1)
         finally:  # the store may be gone with the rank that has told
             os._exit(HUNG)
+
+    def _answers(self) -> dict[int, Any]:
+        """What ranks say of where they are, once no more than one is silent; else after :data:`_STORE_S`, as a rank on
+        a busy machine is late to look."""
+        known, end = dict[int, Any](), time.monotonic() + _STORE_S
+        while True:
+            for rank in range(self._ranks.world):
+                if rank not in known and self._said(key := f"{_ALARM}/{rank}"):
+                    known[rank] = json.loads(self._ask("get", key))
+            if len(known) >= self._ranks.world - 1 or time.monotonic() > end:
+                return known
+            time.sleep(0.2)
 
     def _said(self, key: str) -> bool:
         return bool(self._ask("check", [key]))
