@@ -78,7 +78,7 @@ def slow_pair(run: str, data: list[str]) -> tuple[list[str], list[Any]]:
         assert bool((got == 1).all())
         return 1e9 if {other, dist.get_rank()} == {1, 3} else 50e9
 
-    link_probe.exchange = slowly
+    link_probe.exchange, link_probe._BYTES = slowly, {"cpu": 4096}
     config = case.settings(run, data, global_batch=4, micro_batch=1, steps=12)
     with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
         own, enter = trainer.link_probe, trainer.watchdog.enter

@@ -39,7 +39,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         pytest.param(
             "full_checkpointing", lambda config: config.activation_checkpointing == "full", 1, marks=pytest.mark.long
         ),
-        ("halve_micro_batch", lambda config: config.micro_batch == 1, 2),
+        pytest.param("halve_micro_batch", lambda config: config.micro_batch == 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_it_goes_on_to_the_same_weights(

@@ -186,7 +186,7 @@ def test_a_restart_replaces_ranks_that_were_slow_if_it_is_told_to(tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("place", [None, 2])
+@pytest.mark.parametrize("place", [pytest.param(None, marks=pytest.mark.long), 2])
 def test_a_waiting_process_that_is_killed_costs_nothing_but_time(tmp_path: Path, place: int | None) -> None:
     run = Run(tmp_path, KILLED)
 
