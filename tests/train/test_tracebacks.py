@@ -132,6 +132,12 @@ TIMED_OUT, CLOSED = TimeoutError("timed out after 600 s"), RuntimeError("Connect
         pytest.param([1, 0], {0: CLOSED}, (0, False), id="another's end"),
         pytest.param([1, None], {0: TIMED_OUT}, (1, True), id="hangs, by the others"),
         pytest.param([5, 5], {1: "hangs: rank 1 does not answer, and the others wait"}, (1, True), id="hangs"),
+        pytest.param(
+            [None, 5, 1],
+            {2: CLOSED, 0: "hangs: it holds the store, which does not answer"},
+            (0, True),
+            id="hangs with the store; one fails of another that leaves, and then a third tells it too",
+        ),
         pytest.param([5, 5], {0: "hangs: ranks 0 and 1 do not get further than data"}, (0, False), id="several hang"),
         pytest.param([5, 5], {0: "hangs: all ranks are in forward of step 3"}, (0, False), id="all hang"),
     ],
@@ -139,7 +145,7 @@ TIMED_OUT, CLOSED = TimeoutError("timed out after 600 s"), RuntimeError("Connect
 def test_whether_a_rank_failed_by_itself(tmp_path, codes, errors, expected):
     for rank, error in errors.items():
         if isinstance(error, str):  # as the watchdog writes it
-            (tmp_path / "tracebacks").mkdir()
+            (tmp_path / "tracebacks").mkdir(exist_ok=True)
             Path(tracebacks.file_of(str(tmp_path), rank)).write_text(f"{time.time():.6f} {error}\n")
         else:
             failed(tmp_path, rank, error)

@@ -109,8 +109,9 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
             continue
         if head is not None and float(head[1]) >= since:
             found.append((float(head[1]), rank, head[2]))
-    if found and HUNG in codes:
-        _, rank, what = min(found)
+    hangs = [own for own in found if own[2].startswith("hangs: ")]  # others may have failed of it before that was told
+    if hangs and HUNG in codes:
+        _, rank, what = min(hangs)
         one = not what.startswith(("hangs: ranks", "hangs: all ranks"))
         return Failure(rank, f"rank {rank}: {what}; stacks of all: {tracebacks_folder(run_dir)}; {after}", one)
     killed = [(code, rank) for rank, code in enumerate(codes) if code is not None and code < 0]
