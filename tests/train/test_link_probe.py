@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quern.train.history.ledger import read_ledger
+from quern.train.history.ledger import Ledger, read_ledger
 from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
 from quern.train.supervision import link_probe
@@ -141,3 +141,15 @@ def test_links_are_measured_where_enough_can_be_compared(hosts: str, kinds: list
     for share in [0.1] * 50 + [0.5] * 50:
         own.observe(np.ones(len(hosts)), np.full(len(hosts), share))
     assert own.take_request() is bool(kinds)
+
+
+def test_waits_that_were_nothing_before_are_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        own = LinkProbe(["a"] * 4, ledger, Ranks(0, 4, torch.device("cpu")))
+        for share in [0.0] * 50 + [0.5] * 50:
+            own.observe(np.ones(4), np.full(4, share))
+        assert own.take_request()
+        own._tell(99, {"local pair": {(0, 1): 1e9, (2, 3): 1e9}}, ledger)
+    (entry,) = read_ledger(tmp_path / "ledger.jsonl")
+    assert (entry["before"], entry["now"], entry["links"]) == (0.0, 0.5, 2)
+    assert "none of 2 links is slower than the others" in caplog.text

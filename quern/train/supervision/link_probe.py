@@ -119,5 +119,6 @@ class LinkProbe:
         ]
         (before, now), links = self._grown, sum(map(len, by_kind.values()))
         what = "; ".join(found) or f"none of {counted(links, 'link')} is slower than the others"
-        log.warning("step %d: all ranks wait %.1f times as long for transfers as before: %s", step, now / before, what)
+        times = now / before if before else math.inf
+        log.warning("step %d: all ranks wait %.1f times as long for transfers as before: %s", step, times, what)
         ledger.append("slow_links", step=step, found=found, links=links, before=before, now=now)
