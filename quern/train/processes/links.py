@@ -80,8 +80,8 @@ def nodes_of(ranks: Iterable[int], places: Mapping[int, str]) -> list[str]:
 def slow_links(
     kind: str, speeds: dict[tuple[int, ...], float], broken: Mapping[tuple[int, ...], str], places: Mapping[int, str]
 ) -> Iterator[tuple[str, Sequence[str], str, str]]:
-    """What is slow: a code (``slow-links`` of nodes, ``slow-rank``, ``slow-pair``, ``broken-link``), nodes, where, and a
-    text; first nodes, then ranks, then pairs, each without the links of those that were named before.
+    """What is slow: a code (``slow-links`` of nodes, ``slow-rank``, ``slow-pair``, ``broken-link``), nodes, where, and
+    a text; first nodes, then ranks, then pairs, each without the links of those that were named before.
 
     ``speeds``: bytes a second by pair of ranks. ``kind`` names them in texts. ``broken``: pairs without one, and why.
     ``places``: each rank's node.
