@@ -21,7 +21,10 @@ def known(run: str, paths: list[str], changes: dict[str, Any]) -> tuple[str, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phases", "left_out"), [([], [5, 7]), ([{"first_step": 6, "weights": [1, 1]}], [5])])
+@pytest.mark.parametrize(
+    ("phases", "left_out"),
+    [([], [5, 7]), pytest.param([{"first_step": 6, "weights": [1, 1]}], [5], marks=pytest.mark.long)],
+)
 def test_all_ranks_leave_out_the_same(
     kept_ranks: Any, tmp_path: Path, phases: list[dict[str, Any]], left_out: list[int]
 ) -> None:

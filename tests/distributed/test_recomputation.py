@@ -38,14 +38,10 @@ QUIET: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "HSDP": ({"dp_replicate": 2, "dp_shard": 2}, {"micro_batch": 1, "precision": "bf16"}),
     "TP": ({"dp_shard": 1, "tp": 2}, {"precision": "fp16"}),
 }
-FIRST = ("FSDP",)
 
 
-def named(names: Any) -> list[Any]:
-    return [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
-@pytest.mark.parametrize("name", named(QUIET))
+@pytest.mark.long
+@pytest.mark.parametrize("name", QUIET)
 def test_a_run_without_a_fault_raises_no_alarm_and_keeps_every_bit(
     kept_ranks: Any, paths: list[str], tmp_path: Path, name: str
 ) -> None:

@@ -102,6 +102,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         def monotonic(self) -> float:
             return self.now
 
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
     found = Clock()
     monkeypatch.setattr(watchdog, "time", found)
     return found
@@ -172,9 +175,8 @@ class Store:
 
 @pytest.mark.parametrize(("world", "answered"), [(3, [0, 2]), (4, [0, 2])])
 def test_a_rank_that_is_late_to_answer_is_not_taken_for_the_one_that_hangs(
-    world: int, answered: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: int, answered: list[int], tmp_path: Path, clock: Any
 ) -> None:
-    monkeypatch.setattr(watchdog, "_STORE_S", 2.0)
     own = watchdog.Watchdog(case.settings(tmp_path, ["data"]), Ranks(0, world, choose_device("cpu")), 0)
     own._store = Store()
     assert sorted(own._answers()) == answered
