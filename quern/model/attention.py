@@ -12,6 +12,7 @@ Without documents every route is SDPA's causal flag, which is the fastest kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -38,6 +39,16 @@ class Documents:
     """int32 [documents + 1]: where documents start in the T tokens laid end to end, and T. Every row starts one."""
     max_seqlen: int
     """Tokens of the longest document, or any bound on it up to L."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What another rank has to be sent, with ``max_seqlen``; their first sizes may differ from batch to batch."""
+        return [self.ids_BL, self.cu_seqlens]
+
+    def of_other(self, tensors: Sequence[Tensor], max_seqlen: int) -> Documents:
+        """What another rank has sent."""
+        ids_BL, cu_seqlens = tensors
+        return Documents(ids_BL, cu_seqlens, max_seqlen)
 
 
 def attention_mask(backend: str, documents: Documents | None, device: torch.device) -> Any:

@@ -83,8 +83,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
 
     def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Any = None) -> Tensor:
-        out_BLNH = attend(*self.project(x_BLD, rotation), mask)
+        out_BLNH = self.attend(*self.project(x_BLD, rotation), mask)
         return self.wo(out_BLNH.flatten(2))
+
+    def attend(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Any = None) -> Tensor:
+        """See :func:`quern.model.attention.attend`; a layout that deals tokens out over ranks replaces it."""
+        return attend(q_BLNH, k_BLKH, v_BLKH, mask)
 
     def project(self, x_BLD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, L, N, H], keys and values [B, L, K, H]; queries and keys normed and rotated."""
@@ -192,16 +196,22 @@ class Transformer(nn.Module):
         """
         if self.before_forward is not None:
             self.before_forward()
-        length = tokens_BL.shape[1]
         x_BLD = self.embed_tokens(tokens_BL) if hidden_BLD is None else hidden_BLD
-        turn = rotation(self.shape, length, dtype=x_BLD.dtype, device=x_BLD.device, positions_BL=positions_BL)
-        mask = attention_mask(self.attention, documents, x_BLD.device)
+        turn, mask = self.rotation_and_mask(tokens_BL, x_BLD, positions_BL, documents)
         for block in self.blocks.values():
             x_BLD = block(x_BLD, turn, mask)
         if self.norm is None:
             return x_BLD
         x_BLD = self.norm(x_BLD)
         return self.logits(x_BLD) if targets_BL is None else self.loss(x_BLD, targets_BL)
+
+    def rotation_and_mask(
+        self, tokens_BL: Tensor, x_BLD: Tensor, positions_BL: Tensor | None, documents: Documents | None
+    ) -> tuple[Rotation, Any]:
+        """What all blocks share in a forward pass; a layout that deals tokens out over ranks replaces it."""
+        length = tokens_BL.shape[1]
+        turn = rotation(self.shape, length, dtype=x_BLD.dtype, device=x_BLD.device, positions_BL=positions_BL)
+        return turn, attention_mask(self.attention, documents, x_BLD.device)
 
     def embed_tokens(self, tokens_BL: Tensor) -> Tensor:
         """The tokens' embeddings, in the dtype of activations; a layout that splits the vocabulary replaces it."""

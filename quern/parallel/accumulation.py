@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quern.model.attention import Documents
+from quern.parallel.context.inputs import Shared
 from quern.parallel.data import accumulation
 
 __all__ = ["Accumulation", "Inputs", "Runner"]
@@ -22,7 +23,7 @@ class Inputs:
     tokens_BL: Tensor
     targets_BL: Tensor
     positions_BL: Tensor | None
-    documents: Documents | None
+    documents: Documents | Shared | None
 
 
 class Runner(Protocol):

@@ -31,6 +31,7 @@ ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable", "torch_attn::_varlen_attn",
+    "quern::context_attention",
 )  # fmt: skip
 SUMS = ("_c10d_functional::reduce_scatter_tensor",)
 

@@ -14,6 +14,7 @@ from quern.model.float8.torchao import Torchao
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
+from quern.parallel.context.attention import share_sequence
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
@@ -49,8 +50,8 @@ class Parallel:
 
 
 def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> Parallel:
-    """Stages → tensors → FP8 → checkpointing → compile → shard → memory → kept weights → replicate. Wrong orders run,
-    and train wrongly or waste memory.
+    """Stages → tensors → sequence → FP8 → checkpointing → compile → shard → memory → kept weights → replicate. Wrong
+    orders run, and train wrongly or waste memory.
 
     ``model`` is whole, and may be on ``meta``: then its weights are allocated here, each rank's share alone, and hold
     nothing until :func:`quern.model.init.initialise` or a checkpoint fills them. ``device``: None = the current one of
@@ -77,6 +78,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         if mesh.tp is not None:
             # before all that must see local shapes
             split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
+        if mesh.context_mesh is not None:
+            share_sequence(part, layout.seq_len, mesh.context("heads"), mesh.context("shards"), layout.context.ring)
         if float8 is not None:
             use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())

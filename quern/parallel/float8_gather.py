@@ -119,8 +119,8 @@ class Float8Gather:
         for (local_rC, total, size), amax, scale in zip(
             weights, self._amax.split(counts), self._scale.split(counts), strict=True
         ):
-            padded = -(-total // mesh.plan.dp_shard)
-            first = min(padded * mesh.rank("dp_shard"), total)
+            padded = -(-total // mesh.plan.shards)
+            first = min(padded * mesh.shard, total)
             rows = _Rows(local_rC, first, padded, total, compute_dtype, amax.view(size), scale.view(size), how)
             local_rC.fsdp_pre_all_gather = rows.send  # type: ignore[attr-defined]
             local_rC.fsdp_post_all_gather = rows.receive  # type: ignore[attr-defined]

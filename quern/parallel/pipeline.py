@@ -75,8 +75,8 @@ class Pipeline:
     """Runs this rank's stages; see :class:`quern.parallel.accumulation.Runner`. Every method is collective.
 
     ``parts``: the modules of ``stages``, as they train, FSDP2's wrapping included. ``layout`` says the schedule and the
-    shape of what goes from stage to stage: [micro_batch, seq_len / tp, dim] in ``compute_dtype``. So every micro-batch
-    has the same shape; their number may change from step to step.
+    shape of what goes from stage to stage: [micro_batch, seq_len / (cp · tp), dim] in ``compute_dtype``. So every
+    micro-batch has the same shape; their number may change from step to step.
 
     The sums are those of the last stage's rank, and it ``counts``, once for all ranks of ``tp``.
     """
@@ -89,7 +89,7 @@ class Pipeline:
         self._group, self._device = mesh.pp, device
         self._num_stages, self._kind = layout.num_stages, SCHEDULES[layout.scheduling]
         self._last = self._num_stages - 1
-        self._rows, self._columns = layout.micro_batch, layout.seq_len // mesh.plan.tp
+        self._rows, self._columns = layout.micro_batch, layout.tokens // mesh.plan.tp
         self._dtype = layout.compute_dtype
         self._sums_dtype = torch.promote_types(layout.compute_dtype, torch.float32)
         self._parts = [_Part(part, stage, stage.index == self._last) for part, stage in zip(parts, stages, strict=True)]

@@ -1,4 +1,5 @@
-"""FlashAttention 3 and 4 in place of torch's flash kernels: checked before a run begins. **Unverified on GPU.**"""
+"""Checks the implementation of attention before a run begins, and puts FlashAttention 3 or 4 in place of torch's flash
+kernels. **Unverified on GPU.**"""
 
 from __future__ import annotations
 
@@ -12,13 +13,40 @@ from quern.torch_versions import set_flash_attention
 from quern.train.config import TrainConfig
 from quern.train.step.precision import Precision
 
-__all__ = ["check_flash", "use_flash"]
+__all__ = ["HALF", "check_attention", "check_flash", "use_flash"]
+
+HALF = (torch.bfloat16, torch.float16)
 
 #: Major compute capabilities that torch/nn/attention/_fa3.py and _fa4.py take, and what they import.
 _KERNELS = {
     "fa3": ((9,), "flash_attn_interface (python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention)"),
     "fa4": ((9, 10), "flash_attn.cute (pip install flash-attn-4)"),
 }
+
+
+def check_attention(config: TrainConfig, precision: Precision, device: str) -> None:
+    """Check that ``attention`` runs with the rest of the config. ``device``: auto, if it is not known yet.
+
+    Raises:
+        InputError: it does not; with what would.
+    """
+    backend = config.attention
+    if backend not in ("auto", "sdpa") and device == "cpu":
+        raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on cpu")
+    parallel = config.parallel
+    if backend == "flex" and parallel.cp > 1 and parallel.cp_method != "ulysses":
+        raise InputError(
+            f"attention: flex attends to keys of one rank alone; expected auto with cp_method {parallel.cp_method}, or "
+            "cp_method ulysses"
+        )
+    masked = config.document_mask and precision.compute in HALF
+    if backend == "sdpa" and device == "cuda" and masked and config.seq_len % 128 == 64:
+        raise InputError(  # of cuDNN's backward: pytorch/pytorch#196678
+            f"attention: sdpa with document_mask gives gradients of NaN on CUDA where seq_len % 128 is 64, as of "
+            f"{config.seq_len}; expected auto, varlen or flex"
+        )
+    if backend == "varlen" and config.document_mask and precision.compute not in HALF:
+        raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
 
 
 def check_flash(config: TrainConfig, shape: ModelShape, precision: Precision, device: str) -> None:
@@ -32,7 +60,7 @@ def check_flash(config: TrainConfig, shape: ModelShape, precision: Precision, de
         return
     if device == "cpu":
         raise InputError(f"flash_attention: {which} runs on CUDA only; expected default on cpu")
-    if precision.compute not in (torch.bfloat16, torch.float16):
+    if precision.compute not in HALF:
         raise InputError(f"flash_attention: {which} computes in bf16 or fp16; expected default in {precision.name}")
     if config.attention == "flex" or (config.attention == "sdpa" and config.document_mask):
         why = "has kernels of its own" if config.attention == "flex" else "masks documents, and flash kernels no mask"

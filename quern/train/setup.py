@@ -25,6 +25,7 @@ from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context.inputs import Sharing
 from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
@@ -40,7 +41,7 @@ from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, Run
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import ParallelConfig, TrainConfig
-from quern.train.flash import check_flash, use_flash
+from quern.train.flash import HALF, check_attention, check_flash, use_flash
 from quern.train.history.ledger import Ledger
 from quern.train.init_from import check_init_from, starting_checkpoint
 from quern.train.processes import machine
@@ -70,8 +71,6 @@ __all__ = ["Checked", "check", "check_float8", "check_settings", "layout_of", "o
 
 log = logging.getLogger(__name__)
 
-_HALF = (torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class Checked:
@@ -89,7 +88,7 @@ def check_settings(config: TrainConfig, world: int, vocab_size: int) -> Layout:
         InputError: naming the field, what it is and what would fit.
     """
     check_schedule(config.steps, config.schedule)
-    _check_attention(config, precision_of(config.precision), config.device)
+    check_attention(config, precision_of(config.precision), config.device)
     if world < 1:
         raise InputError(f"--nproc: expected 1 rank or more, got {world}")
     plan = plan_mesh(config.parallel, world)
@@ -211,7 +210,8 @@ def open_trainer(
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
         checkpoints.tiers.resume_pending(start.checkpoint)
-        mesh = build_mesh(layout.plan, ranks.device.type)
+        mesh = build_mesh(layout.plan, ranks.device.type, layout.context.heads)
+        sharing = Sharing(layout.context, mesh.rank("cp"), layout.seq_len) if layout.plan.cp > 1 else None
         parallel = parallelize(model, mesh, layout, ranks.device)
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
             first_weights(parallel.model, config.seed)
@@ -229,7 +229,7 @@ def open_trainer(
             )
         )  # fmt: skip
         validator = together.all_or_raise(
-            lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache) if held_out else None
+            lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache, sharing) if held_out else None
         )
         utilisation = Utilisation(
             shape, config.seq_len, ranks.world,
@@ -250,7 +250,7 @@ def open_trainer(
         forensics = _forensics(config, start, mesh, parallel, optimizer, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
-            feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
+            feed=Feed(loader, ranks.device, document_mask=config.document_mask, sharing=sharing), guard=guard,
             forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture)),
             by_rank=RankFigures(ranks, parallel.model), stragglers=Stragglers(hosts, ledger),
             link_probe=LinkProbe(hosts, ledger, ranks), loss_scale=loss_scale, checkpoints=checkpoints, state=state,
@@ -282,7 +282,8 @@ def _forensics(
     facts = Facts(
         attempt=start.attempt, order=order.hash, sources=order.ids, policy=config.guard.model_dump(mode="json"),
         layout=mesh.plan.sizes() | config.model_dump(include={"micro_batch", "seq_len", "document_mask"}),
-        dp_rank=mesh.dp_rank, loss_scaled=loss_scale.enabled,
+        dp_rank=mesh.dp_rank, cp_groups=[*mesh.context_groups.values()], cp_rank=mesh.rank("cp"),
+        loss_scaled=loss_scale.enabled,
     )  # fmt: skip
     eager = not config.compile.enabled and config.attention != "flex"  # else it would need memory that there may not be
     search = partial(first_non_finite, parallel, optimizer, loss_scale.scaled, together, eager)
@@ -305,28 +306,13 @@ def check_float8(config: TrainConfig, precision: Precision, device: torch.device
     )
 
 
-def _check_attention(config: TrainConfig, precision: Precision, device: str) -> None:
-    """``device``: auto, if it is not known yet."""
-    backend = config.attention
-    if backend not in ("auto", "sdpa") and device == "cpu":
-        raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on cpu")
-    masked = config.document_mask and precision.compute in _HALF
-    if backend == "sdpa" and device == "cuda" and masked and config.seq_len % 128 == 64:
-        raise InputError(  # of cuDNN's backward: pytorch/pytorch#196678
-            f"attention: sdpa with document_mask gives gradients of NaN on CUDA where seq_len % 128 is 64, as of "
-            f"{config.seq_len}; expected auto, varlen or flex"
-        )
-    if backend == "varlen" and config.document_mask and precision.compute not in _HALF:
-        raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
-
-
 def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:
     """On ``meta``: memory comes with the layout, values from the seed or a checkpoint."""
     backend = config.attention
     if backend == "auto":
-        half = precision.compute in _HALF
+        half = precision.compute in HALF
         backend = "varlen" if ranks.device.type == "cuda" and config.document_mask and half else "sdpa"
-    _check_attention(config, precision, ranks.device.type)
+    check_attention(config, precision, ranks.device.type)
     check_flash(config, shape, precision, ranks.device.type)
     with torch.device("meta"):
         model = Transformer(

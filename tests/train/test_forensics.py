@@ -18,8 +18,7 @@ import torch
 from quern.parallel.accumulation import Inputs
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
-from quern.train.step import forensics
-from quern.train.step.forensics import _cut, _piece
+from quern.train.step.sequences import PIECES, cut, piece_tokens
 from quern.train.trainer import Trainer
 from support.train.run_case import ledger, live, settings, write_corpus
 
@@ -129,7 +128,7 @@ def check(step: dict[str, Any], own: Known, seq_len: int, whole: bool) -> None:
         layers[layer] = layers.get(layer, 0.0) + square
     assert step["layers"] == {name: pytest.approx(math.sqrt(square), rel=1e-7) for name, square in layers.items()}
     assert step["grad_norm"] == pytest.approx(math.sqrt(sum(own.squares.values())), rel=1e-7)
-    within, size = step["within"], _piece(seq_len)
+    within, size = step["within"], piece_tokens(seq_len)
     assert within["tokens"] == size
     if whole:
         assert sorted(within["place"]) == [place for place in found if found[place]["targets"]]
@@ -316,9 +315,9 @@ def test_what_a_config_may_not_say(changes: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 129, 1000, 2048])
 def test_pieces_hold_every_position_once(length: int) -> None:
     values = torch.arange(3 * 2 * length, dtype=torch.float64).view(3, 2, length)
-    size = _piece(length)
-    pieces = _cut(values)
-    assert pieces.shape[-1] <= forensics.PIECES
+    size = piece_tokens(length)
+    pieces = cut(values)
+    assert pieces.shape[-1] <= PIECES
     for piece in range(pieces.shape[-1]):
         assert torch.equal(pieces[..., piece], values[..., piece * size : (piece + 1) * size].sum(-1))
     assert -(-length // size) == pieces.shape[-1]

@@ -13,6 +13,7 @@ from math import gcd, lcm
 from quern.errors import InputError
 from quern.model.config import ModelShape
 from quern.model.float8.recipe import Recipe
+from quern.parallel.planning.context_checks import check_context
 from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, choices, divisors
@@ -36,8 +37,9 @@ def check_layout(shape: ModelShape, layout: Layout, task: Task) -> None:
     """Raise :class:`InputError` for the first problem: the key, the size, the axis, what would fit."""
     plan = layout.plan
     _in_vain(layout, task)
+    check_context(shape, layout)
     if plan.tp > 1:
-        _tensors(shape, plan, layout.seq_len)
+        _tensors(shape, plan, layout.tokens)
         _pieces(layout)
         _domains(layout, task)
         if layout.activation_checkpointing == "full" and layout.compile_backend is not None and not task.cuda:
@@ -124,16 +126,20 @@ def _tensors(shape: ModelShape, plan: MeshPlan, seq_len: int) -> None:
 
 def _pieces(layout: Layout) -> None:
     """Of a rank's tokens, as many in each."""
-    seq_len, tp, pieces = layout.seq_len, layout.plan.tp, layout.tp_pieces
+    seq_len, tp, pieces = layout.tokens, layout.plan.tp, layout.tp_pieces
     if layout.async_tp and pieces > 1:
         raise InputError(
             f"parallel.tp_pieces: expected 1 with async_tp, got {pieces}; either overlaps the same collectives"
         )
     if seq_len // tp % pieces:
         raise InputError(
-            f"parallel.tp_pieces: expected a divisor of a rank's tokens (seq_len {seq_len} / tp {tp} = "
+            f"parallel.tp_pieces: expected a divisor of a rank's tokens ({_tokens(layout)} {seq_len} / tp {tp} = "
             f"{seq_len // tp}), got {pieces}; {choices(divisors(seq_len // tp))} would fit"
         )
+
+
+def _tokens(layout: Layout) -> str:
+    return "seq_len" if layout.plan.cp == 1 else "seq_len / cp"
 
 
 def _float8(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
@@ -155,14 +161,14 @@ def _float8(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
             f"float8.implementation: schedule {layout.scheduling} computes gradients of inputs and of weights apart, "
             f"and torchao both together, each time; expected quern, or schedule {_whole_backward()}"
         )
-    tokens = layout.seq_len * layout.micro_batch
+    tokens = layout.tokens * layout.micro_batch
     if tokens % 16:
         raise InputError(
-            f"float8.recipe: expected a multiple of 16 tokens in a micro-batch, got seq_len {layout.seq_len} × "
-            f"micro_batch {layout.micro_batch} = {tokens}; micro_batch {16 // gcd(16, layout.seq_len)} would fit, or "
-            f"seq_len {-(-layout.seq_len // 16) * 16}"
+            f"float8.recipe: expected a multiple of 16 tokens in a micro-batch, got {_tokens(layout)} {layout.tokens} "
+            f"× micro_batch {layout.micro_batch} = {tokens}; micro_batch {16 // gcd(16, layout.tokens)} would fit, or "
+            f"seq_len {-(-layout.tokens // 16) * 16 * plan.cp}"
         )
-    if layout.float8_all_gather and plan.dp_shard == 1:
+    if layout.float8_all_gather and plan.shards == 1:
         raise InputError(
             "float8.all_gather: changes nothing where FSDP2 shards no weights; expected false, or parallel.dp_shard > 1"
         )

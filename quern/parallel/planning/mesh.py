@@ -58,10 +58,21 @@ class MeshPlan:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """Ranks over which FSDP2 deals weights out. Those of ``cp`` are among them: they compute other tokens with the
+        same weights, as ranks that read other samples do."""
+        return self.dp_shard * self.cp
+
+    @property
+    def shard_axes(self) -> str:
+        """The axes along which they lie."""
+        return "+".join(axis for axis in ("dp_shard", "cp") if getattr(self, axis) > 1) or "dp_shard"
+
+    @property
     def by_fsdp(self) -> bool:
         """Whether FSDP2 owns the parameters. Whole copies alone are DDP's, which takes neither tensors split over
         ``tp`` nor the stages of a pipeline: there FSDP2 replicates too, over shards of one rank."""
-        return self.dp_shard > 1 or (self.dp_replicate > 1 and (self.tp > 1 or self.pp > 1))
+        return self.shards > 1 or (self.dp_replicate > 1 and (self.tp > 1 or self.pp > 1))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on every axis."""
@@ -80,11 +91,14 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks' groups, and this rank's coordinates. ``device_mesh`` is None in a process without a process group."""
+    """The ranks' groups, and this rank's coordinates. ``device_mesh`` is None in a process without a process group; its
+    axis ``dp_shard`` has the ranks of ``cp`` within."""
 
     plan: MeshPlan
     device_type: str
     device_mesh: DeviceMesh | None = None
+    context_mesh: DeviceMesh | None = None
+    """The ranks of ``cp``: (shards, heads), see :class:`quern.parallel.planning.context.Context`."""
 
     @property
     def world_size(self) -> int:
@@ -126,11 +140,32 @@ class Mesh:
         """The ranks of this rank's pipeline; None where there is none."""
         return None if self.device_mesh is None or self.plan.pp == 1 else self.device_mesh.get_group("pp")
 
+    @property
+    def shard(self) -> int:
+        """This rank's place in [0, plan.shards)."""
+        return self.rank("dp_shard") * self.plan.cp + self.rank("cp")
+
     def rank(self, axis: str) -> int:
         """This rank's place on an axis."""
         if self.device_mesh is None or getattr(self.plan, axis) == 1:
             return 0
+        if axis in ("dp_shard", "cp"):
+            dp_shard, cp = divmod(self.device_mesh.get_local_rank("dp_shard"), self.plan.cp)
+            return cp if axis == "cp" else dp_shard
         return self.device_mesh.get_local_rank(axis)
+
+    def context(self, axis: str) -> str | None:
+        """The name of the group of ranks of ``cp`` that hold other ``shards`` of a row, or share the ``heads`` of one;
+        None if it is this rank alone."""
+        return next((group.group_name for own, group in self.context_groups.items() if own == axis), None)
+
+    @property
+    def context_groups(self) -> dict[str, ProcessGroup]:
+        """The groups of more than one rank among them, by axis."""
+        if self.context_mesh is None:
+            return {}
+        sizes = zip(("shards", "heads"), self.context_mesh.shape, strict=True)
+        return {axis: self.context_mesh.get_group(axis) for axis, size in sizes if size > 1}
 
 
 def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
@@ -158,16 +193,18 @@ def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
         # FSDP2 makes these groups out of its own mesh, but makes them with all ranks: beside tp or pp there are several
         # such meshes, whose ranks would wait for each other for ever
         alone = plan.tp == plan.pp == 1
-        fitting = [size for size in divisors(plan.dp_shard) if size > 1 and (alone or size == plan.dp_shard)]
+        fitting = [size for size in divisors(plan.shards) if size > 1 and (alone or size == plan.shards)]
         if group not in fitting:
-            size = f"a group size that divides dp_shard ({plan.dp_shard})" + ("" if alone else f" beside {named}")
+            over = f"dp_shard ({plan.dp_shard})" if plan.cp == 1 else f"dp_shard × cp ({plan.shards})"
+            size = f"a group size that divides {over}" + ("" if alone else f" beside {named}")
             expected = f"true, false or {size}: {choices(fitting)}" if fitting else f"true or false beside {named}"
             raise InputError(f"parallel.reshard_after_forward: expected {expected}, got {group}")
     return plan
 
 
-def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
+def build_mesh(plan: MeshPlan, device_type: str, head_ranks: int = 1) -> Mesh:
     """The groups of an initialised process group of ``plan.world_size`` ranks; none for a process without one.
+    ``head_ranks``: ranks of ``cp`` that exchange heads.
 
     Collective: every rank calls it. Raises ValueError if the process group has another size.
     """
@@ -180,10 +217,17 @@ def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
         return Mesh(plan, device_type)
     if dist.get_world_size() != plan.world_size:
         raise ValueError(f"{plan}: expected {plan.world_size} ranks, the process group has {dist.get_world_size()}")
+    sizes = {axis: getattr(plan, axis) for axis in AXES if axis != "cp"} | {"dp_shard": plan.shards}
     # an axis of one rank takes part where FSDP2 asks for it by name
-    axes = [axis for axis in AXES if axis.startswith("dp_") or getattr(plan, axis) > 1]
-    sizes = tuple(getattr(plan, axis) for axis in axes)
-    return Mesh(plan, device_type, init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes)))
+    axes = [axis for axis in sizes if axis.startswith("dp_") or sizes[axis] > 1]
+    device_mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    context = None
+    if plan.cp > 1:
+        inner = (plan.cp // head_ranks, head_ranks, plan.tp)
+        outer = plan.world_size // (plan.cp * plan.tp)
+        whole = init_device_mesh(device_type, (outer, *inner), mesh_dim_names=("rest", "shards", "heads", "tp"))
+        context = whole["shards", "heads"]
+    return Mesh(plan, device_type, device_mesh, context)
 
 
 def divisors(number: int) -> list[int]:

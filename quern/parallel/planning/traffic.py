@@ -2,7 +2,8 @@
 
 Every row is one kind of collective: how often it is called in a step, and how large its tensor is, summed over the
 calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of the ring's costs over N ranks (Patarasuk
-& Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M.
+& Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M. Of an
+all-to-all M is what the rank has before, and it sends (N-1)/N · M.
 
 Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
 whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, and the
@@ -11,7 +12,7 @@ three largest values of a layer whose history delayed FP8 scaling keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -27,7 +28,7 @@ from quern.parallel.planning.weights import Weight, block_weights, end_weights
 
 __all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "traffic"]
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
 """Bytes at which DDP closes its first bucket and each later one."""
@@ -51,8 +52,8 @@ class Transfer:
     def sent(self) -> int:
         """Bytes that this rank puts on the wire; rounded up."""
         rest = Fraction(self.ranks - 1, self.ranks)
-        share = {"all_reduce": 2 * rest, "all_gather": rest, "reduce_scatter": rest, "send": Fraction(1)}
-        return -int(-share[self.collective] * self.payload // 1)
+        share = {"all_reduce": 2 * rest, "send": Fraction(1)}
+        return -int(-share.get(self.collective, rest) * self.payload // 1)
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class Step:
 def traffic(step: Step, rank: int = 0) -> list[Transfer]:
     """Every kind of collective of that rank of the whole mesh that sends anything."""
     places = step.plan.coordinates(rank)
-    stages = _stages(step, places["pp"])
+    stages, shard = _stages(step, places["pp"]), _shard(step, places)
     rows = [
-        *_tensor_parallel(step, stages, places["dp_shard"]), *_data_parallel(step, stages),
-        *_pipeline(step, stages, places["dp_shard"]),
+        *_tensor_parallel(step, stages, shard), *_context_parallel(step, stages), *_data_parallel(step, stages),
+        *_pipeline(step, stages, shard),
     ]  # fmt: skip
     return [row for row in rows if row.ranks > 1 and row.payload]
 
@@ -98,7 +99,7 @@ def elements_held(step: Step, rank: int = 0) -> int:
     for stage in step.layout.stages_of(places["pp"]):
         weights += block_weights(step.shape, step.plan.tp) * len(layers[stage])
         weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
-    return sum(weight.share(step.plan.dp_shard, places["dp_shard"]) for weight in weights)
+    return sum(weight.share(step.plan.shards, _shard(step, places)) for weight in weights)
 
 
 def buffer_elements(step: Step, rank: int = 0) -> int:
@@ -113,7 +114,12 @@ def buffer_elements(step: Step, rank: int = 0) -> int:
 
 def _hidden(step: Step) -> int:
     """Elements of what goes from stage to stage."""
-    return step.layout.micro_batch * step.layout.seq_len // step.plan.tp * step.shape.dim
+    return step.layout.micro_batch * step.layout.tokens // step.plan.tp * step.shape.dim
+
+
+def _shard(step: Step, places: Mapping[str, int]) -> int:
+    """A rank's place among those over which FSDP2 deals weights out."""
+    return places["dp_shard"] * step.plan.cp + places["cp"]
 
 
 @lru_cache(maxsize=8)  # every place of a pipeline asks for the same
@@ -185,7 +191,7 @@ def _pipeline(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Tran
     apart = not all(any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
     if shape.tied_embeddings and True in ends and apart:
         (embedding,) = end_weights(shape, plan.tp, first=True, last=False)
-        payload = step.reduce_bytes * embedding.share(plan.dp_shard, shard)
+        payload = step.reduce_bytes * embedding.share(plan.shards, shard)
         yield Transfer("pp", "tied gradients", "send", plan.pp, 1, payload)
 
 
@@ -201,7 +207,7 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     a backward gathers for the gradients of weights alone, and the two sums of its gradients of inputs.
     """
     shape, tp, pieces = step.shape, step.plan.tp, step.layout.tp_pieces
-    tokens = step.layout.micro_batch * step.layout.seq_len
+    tokens = step.layout.micro_batch * step.layout.tokens
     hidden = tokens * shape.dim * step.compute_bytes
     full = step.layout.activation_checkpointing == "full"
     gathers, scatters = [0, 0], [0, 0]  # whole tensors that go in one, and in pieces
@@ -225,8 +231,42 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
         payload = 3 * step.num_micro_batches * tokens * step.reduce_bytes
         yield Transfer("tp", "softmax", "all_reduce", tp, 2 * chunks, payload)
     whole = [weight for stage in stages for weight in _weights(step, stage) if not weight.split]
-    shares = sum(weight.share(step.plan.dp_shard, shard) for weight in whole)
+    shares = sum(weight.share(step.plan.shards, shard) for weight in whole)
     yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.gradient_bytes)
+
+
+def _context_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
+    """In each layer queries, keys and values change tokens for heads, and what attention gives changes back; keys and
+    values are gathered, or go round. A backward does the reverse, with the gradients of keys and values summed, and
+    needs the others' keys once more. Checkpointing repeats the forward, of which ``selective`` keeps what attention
+    over several shards gave.
+    """
+    shape, plan, context = step.shape, step.plan, step.layout.context
+    if plan.cp == 1:
+        return
+    tokens = step.layout.micro_batch * step.layout.tokens
+    selective = step.layout.activation_checkpointing == "selective"
+    layers = sum(stage.layers for stage in stages) * step.num_micro_batches
+    again = sum(step.layout.recomputed(stage.layers) for stage in stages) * step.num_micro_batches
+    query = shape.num_heads // plan.tp
+    key = max(shape.num_kv_heads // plan.tp, 1)
+    if context.heads > 1:
+        key = max(key, context.heads)  # fewer are repeated
+        heads = (2 * layers + again) * (query + 2 * key + query)
+        payload = heads * tokens * shape.head_dim * step.compute_bytes
+        yield Transfer("cp", "tokens for heads", "all_to_all", context.heads, 2 * (2 * layers + again), payload)
+    keys = 2 * key // context.heads * shape.head_dim * tokens * context.heads  # of a shard, with a rank's heads
+    wide = max(step.compute_bytes, 4)
+    forwards = layers + again * (not selective)
+    if not context.ring:
+        gathers, whole = forwards + layers, keys * context.shards
+        yield Transfer("cp", "gather keys", "all_gather", context.shards, gathers, gathers * whole * step.compute_bytes)
+        yield Transfer("cp", "sum key gradients", "reduce_scatter", context.shards, layers, layers * whole * wide)
+        return
+    calls = (forwards + layers) * (context.shards - 1)
+    yield Transfer("cp", "send keys", "send", context.shards, calls, calls * keys * step.compute_bytes)
+    calls = layers * context.shards
+    yield Transfer("cp", "send key gradients", "send", context.shards, calls, calls * keys * wide)
 
 
 def _weights(step: Step, stage: _Stage) -> list[Weight]:
@@ -243,7 +283,7 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
         payload = sum(weight.size for weight in weights) * step.reduce_bytes
         yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, buckets, payload)
         return
-    ranks = plan.dp_shard
+    ranks = plan.shards
     calls, payloads = {ranks: 0}, {ranks: 0}
     scatters = scattered = copies = copied = 0
     smaller, scales = _float8(step)
@@ -267,10 +307,10 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
             scatters, scattered = scatters + count * times, scattered + size * times * step.gradient_bytes
             copies, copied = copies + count, copied + size // ranks * step.gradient_bytes
     for over in calls:
-        yield Transfer("dp_shard", "gather weights", "all_gather", over, calls[over], payloads[over])
+        yield Transfer(plan.shard_axes, "gather weights", "all_gather", over, calls[over], payloads[over])
     payload = scales * sum(stage.layers for stage in stages) * step.reduce_bytes
-    yield Transfer("dp_shard", "scales of weights", "all_reduce", ranks, 1, payload)
-    yield Transfer("dp_shard", "sum gradients", "reduce_scatter", ranks, scatters, scattered)
+    yield Transfer(plan.shard_axes, "scales of weights", "all_reduce", ranks, 1, payload)
+    yield Transfer(plan.shard_axes, "sum gradients", "reduce_scatter", ranks, scatters, scattered)
     yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, copies, copied)
 
 
@@ -279,7 +319,7 @@ def _float8(step: Step) -> tuple[int, int]:
     if step.layout.float8 is None or not step.layout.float8_all_gather:
         return 0, 0
     found = gathered_in_float8(step.shape, step.plan.tp, step.layout.float8).values()
-    elements = sum(Weight(size, True).padded(step.plan.dp_shard) for size, _ in found)
+    elements = sum(Weight(size, True).padded(step.plan.shards) for size, _ in found)
     return elements * (step.compute_bytes - 1), sum(prod(scales) for _, scales in found)
 
 

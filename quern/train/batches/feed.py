@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from quern.model.attention import Documents
 from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Sharing
 from quern.train.batches.loader import Loader, MicroBatch, StepBatch
 
 __all__ = ["Feed", "Origin", "StepInputs", "to_device"]
@@ -44,17 +46,26 @@ class StepInputs:
     """Time the loop stood still for it."""
 
 
-def to_device(batch: MicroBatch, device: torch.device, *, document_mask: bool) -> Inputs:
-    """Without document masks the model needs neither positions nor boundaries."""
+def to_device(
+    batch: MicroBatch, device: torch.device, *, document_mask: bool, sharing: Sharing | None = None
+) -> Inputs:
+    """Without document masks the model needs neither positions nor boundaries. ``sharing``: of the rows with the other
+    ranks of ``cp``; what comes then is of this rank's tokens."""
     tokens, targets = _move(batch.tokens_BL, device), _move(batch.targets_BL, device)
-    if not document_mask:
-        return Inputs(tokens, targets, None, None)
-    documents = Documents(
-        ids_BL=_move(batch.documents_BL, device),
-        cu_seqlens=_move(_padded(batch.cu_seqlens), device),
-        max_seqlen=_bound(batch),
-    )
-    return Inputs(tokens, targets, _move(batch.positions_BL, device), documents)
+    positions = _move(batch.positions_BL, device) if document_mask else None
+    documents = None
+    if document_mask:
+        documents = Documents(
+            ids_BL=_move(batch.documents_BL, device),
+            cu_seqlens=_move(_padded(batch.cu_seqlens), device),
+            max_seqlen=_bound(batch),
+        )
+    if sharing is None:
+        return Inputs(tokens, targets, positions, documents)
+    shared = sharing.of(batch.cu_seqlens, documents, device)
+    own = shared.positions_BR
+    tokens, targets = tokens.gather(1, own), targets.gather(1, own)
+    return Inputs(tokens, targets, None if positions is None else positions.gather(1, own), shared)
 
 
 def _padded(cu_seqlens: np.ndarray) -> np.ndarray:
@@ -80,10 +91,13 @@ def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
 class Feed:
     """Steps in order, from data step ``first`` on, ``depth`` of them ahead of need."""
 
-    def __init__(self, loader: Loader, device: torch.device, *, document_mask: bool, depth: int = 4) -> None:
+    def __init__(
+        self, loader: Loader, device: torch.device, *, document_mask: bool, sharing: Sharing | None = None,
+        depth: int = 4,
+    ) -> None:  # fmt: skip
         self._loader = loader
         self._device = device
-        self._document_mask = document_mask
+        self._to_device = partial(to_device, device=device, document_mask=document_mask, sharing=sharing)
         self._depth = depth
         self._batches: Iterator[StepBatch] | None = None
         self.waited_s = 0.0
@@ -101,7 +115,7 @@ class Feed:
         wait = time.perf_counter() - began
         self.waited_s += wait
         assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
-        inputs = tuple(to_device(b, self._device, document_mask=self._document_mask) for b in batch.micro_batches)
+        inputs = tuple(map(self._to_device, batch.micro_batches))
         origins = tuple(Origin(b.indices, b.sources, b.epochs, b.windows) for b in batch.micro_batches)
         sources = _move(np.concatenate([own.sources for own in origins]).astype(np.int64), self._device)
         return StepInputs(data_step, batch.valid_tokens, inputs, origins, sources, wait)

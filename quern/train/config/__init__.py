@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
+from quern.parallel.planning.context import Method
 from quern.parallel.planning.schedules import Schedule
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
 from quern.train.config.float8 import Float8Config
@@ -111,7 +112,7 @@ class ScheduleConfig(Section):
 class ParallelConfig(Section):
     """Mesh sizes and how they are used. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
 
-    later: ClassVar[Mapping[str, Any]] = {"tp_pieces": 1}
+    later: ClassVar[Mapping[str, Any]] = {"tp_pieces": 1, "cp_method": "ulysses", "ulysses": None}
     dp_replicate: Count = 1
     """[ranks] Copies of the model, kept equal by DDP, or by HSDP with ``dp_shard``."""
     dp_shard: Count | None = None
@@ -142,7 +143,14 @@ class ParallelConfig(Section):
     stage_layers: tuple[Count, ...] | None = None
     """[layers] Layers of each stage in turn; null = by cost, embedding and head counted. Example: [9, 8, 8, 7]"""
     cp: Count = 1
-    """[ranks] Context parallelism; not available, 1 is the only value."""
+    """[ranks] Context parallelism: the tokens of a sequence are dealt out over so many ranks, which hold shards of the
+    same weights as those of ``dp_shard`` do."""
+    cp_method: Method = "ulysses"
+    """How attention sees the tokens of other ranks. ``ulysses``: tokens are exchanged for heads, which ``cp`` divides;
+    ``allgather``: keys and values are gathered; ``usp``: both, heads among ``ulysses`` ranks; ``ring``: keys and values
+    go from rank to rank."""
+    ulysses: Count | None = None
+    """[ranks] With ``usp``: ranks of ``cp`` that exchange heads. Example: 2"""
     ep: Count = 1
     """[ranks] Expert parallelism; not available, 1 is the only value."""
     zero: Literal[1, 2, 3] | None = None
@@ -150,9 +158,8 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _available(self) -> Self:
-        for axis in ("cp", "ep"):
-            if getattr(self, axis) > 1:
-                raise ValueError(f"{axis}: not available yet; expected 1, got {getattr(self, axis)}")
+        if self.ep > 1:
+            raise ValueError(f"ep: not available yet; expected 1, got {self.ep}")
         if self.zero is not None:
             raise ValueError("zero: not available; dp_shard with reshard_after_forward says the same")
         return self

@@ -126,7 +126,7 @@ def whole(case: Case, by_rank: Sequence[Outcome], found: Comparison) -> Outcome:
         for pp in range(layout.pp):
             pieces = {
                 (shard, tp): places[pp, 0, shard, tp].tables[what]
-                for shard in range(layout.shard)
+                for shard in range(layout.shards)
                 for tp in range(layout.tp)
             }
             for name in pieces[0, 0]:
@@ -155,7 +155,7 @@ def _joined(
         for place, piece in pieces.items():
             found.equal(f"{what} of {name} on {place}", piece.item(), pieces[0, 0].item())
         return pieces[0, 0]
-    columns = [torch.cat([pieces[shard, tp] for shard in range(layout.shard)]) for tp in range(layout.tp)]
+    columns = [torch.cat([pieces[shard, tp] for shard in range(layout.shards)]) for tp in range(layout.tp)]
     kv_heads = dict(case.computation.model)["num_kv_heads"]
     if _BY_COLUMNS.fullmatch(name):
         return torch.cat(columns, dim=1)

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from quern.parallel.planning.context import Method
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.stages import num_stages
 
 __all__ = [
-    "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "covering", "everything",
-    "float8", "in_pieces", "pairs", "product", "quick", "special",
+    "CONTEXT", "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "context",
+    "covering", "everything", "float8", "in_pieces", "pairs", "product", "quick", "special",
 ]  # fmt: skip
 
 STEPS, VOCAB_SIZE, Z_LOSS = 3, 127, 0.3
@@ -41,10 +42,24 @@ class Layout:
     """Null: true, and false in a pipeline."""
     grouped: bool = True
     """Whether there is a process group."""
+    cp: int = 1
+    method: Method = "ulysses"
+    heads: int | None = None
+    """Of ``usp``, the ranks that exchange heads."""
 
     @property
     def world(self) -> int:
-        return self.replicate * self.shard * self.tp * self.pp
+        return self.replicate * self.shards * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP2 deals weights out."""
+        return self.shard * self.cp
+
+    @property
+    def splits_heads(self) -> int:
+        """Ranks over which heads are split."""
+        return self.tp * (self.heads or (self.cp if self.method == "ulysses" else 1))
 
     @property
     def dp(self) -> int:
@@ -52,9 +67,9 @@ class Layout:
         return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """(pp, replicate, shard, tp) of a rank: the last differs fastest."""
+        """(pp, replicate, shard, tp) of a rank: the last differs fastest. ``cp`` is a part of the shard."""
         rest, tp = divmod(rank, self.tp)
-        rest, shard = divmod(rest, self.shard)
+        rest, shard = divmod(rest, self.shards)
         pp, replicate = divmod(rest, self.replicate)
         return pp, replicate, shard, tp
 
@@ -92,6 +107,21 @@ LAYOUTS = {
     "pp2ddp2": Layout(replicate=2, pp=2),
     "pp2fsdp2tp2": Layout(shard=2, tp=2, pp=2),
 }
+
+_BESIDE: dict[str, dict[str, Any]] = {
+    "": {}, "keep": {"reshard": False}, "fsdp2": {"shard": 2}, "hsdp2": {"replicate": 2}, "tp2": {"tp": 2},
+    "pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2},
+}  # fmt: skip
+#: Layouts that deal tokens out, on which :func:`context` runs a few cases of its own.
+CONTEXT: dict[str, Layout] = {
+    f"{name}{beside}": replace(ways, **sizes)
+    for name, ways in {
+        "ulysses2": Layout(cp=2), "gather2": Layout(cp=2, method="allgather"), "ring2": Layout(cp=2, method="ring"),
+        "ring3": Layout(cp=3, method="ring"), "gather4": Layout(cp=4, method="allgather"),
+        "usp2x2": Layout(cp=4, method="usp", heads=2),
+    }.items()
+    for beside, sizes in _BESIDE.items()
+}  # fmt: skip
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "layout": tuple(LAYOUTS),
@@ -203,7 +233,7 @@ class Case:
 
     @property
     def on(self) -> Layout:
-        return LAYOUTS[self.layout]
+        return LAYOUTS.get(self.layout) or CONTEXT[self.layout]
 
     @property
     def num_stages(self) -> int:
@@ -233,8 +263,10 @@ class Case:
             )
         layout = self.on
         model = dict(SIZES[self.sizes], vocab_multiple=8)
+        if layout.splits_heads > 1:
+            model |= split_sizes(self.sizes, layout.splits_heads)
         if layout.tp > 1:  # rows of the vocabulary that no further rank divides
-            model |= split_sizes(self.sizes, layout.tp) | {"vocab_multiple": 10 if layout.tp == 2 else 12}
+            model["vocab_multiple"] = 10 if layout.tp == 2 else 12
         if self.schedule is not None:
             model["num_layers"] = self.num_stages + (self.sizes != "slim")
         if layout.pp > 1:
@@ -245,7 +277,7 @@ class Case:
             batch = unit * -(-12 // unit)
         return Computation(
             tuple({**model, "tied_embeddings": self.tied}.items()),
-            17 if layout.tp == 1 else 20,
+            24 if layout.cp > 1 else 17 if layout.tp == 1 else 20,
             batch,
             self.mask,
             Z_LOSS if self.z_loss else 0.0,
@@ -282,7 +314,7 @@ def everything() -> list[Case]:
     cases = [
         Case(**row, sizes=sizes[number % len(sizes)], z_loss=number % 5 in (1, 3)) for number, row in enumerate(plain)
     ]
-    return list(dict.fromkeys([*cases, *special(), *in_pieces(), *float8()]))
+    return list(dict.fromkeys([*cases, *special(), *in_pieces(), *context(), *float8()]))
 
 
 def special() -> list[Case]:
@@ -304,6 +336,27 @@ def in_pieces() -> list[Case]:
         Case("tp2", more=True, z_loss=True, pieces=2), Case("tp4", "full", sizes="norm", pieces=5),
         Case("fsdp2tp2", "selective", tied=True, pieces=5), Case("ddp2tp2", mask=False, sizes="slim", pieces=2),
         Case("pp2tp2", schedule="zbv_zero_bubble", tied=True, pieces=2),
+    ]  # fmt: skip
+
+
+def context() -> list[Case]:
+    """Each way to deal tokens out, with each other axis, schedule and kind of step."""
+    return [
+        Case("ulysses2", more=True, z_loss=True), Case("ulysses2keep", "full", mask=False, sizes="norm"),
+        Case("ulysses2fsdp2", "selective", more=True, tied=True, sizes="slim"), Case("ulysses2hsdp2", skip=1),
+        Case("ulysses2tp2", tied=True, sizes="norm", z_loss=True), Case("ulysses2pp2", more=True, schedule="1f1b"),
+        Case("ulysses2pp2", "selective", mask=False, schedule="interleaved_1f1b"),
+        Case("gather2", more=True, tied=True, z_loss=True), Case("gather2keep", "selective", sizes="norm"),
+        Case("gather2fsdp2", "full", more=True, mask=False, sizes="slim"), Case("gather2hsdp2", tied=True, skip=1),
+        Case("gather2tp2", "selective", more=True, sizes="norm"), Case("gather2pp2", "full", schedule="gpipe"),
+        Case("gather2pp2", more=True, tied=True, schedule="zbv_zero_bubble"), Case("gather4", ramp=True),
+        Case("gather2pp2tp2", sizes="norm", schedule="1f1b"),
+        Case("ring2", more=True, sizes="norm"), Case("ring2fsdp2", "selective", tied=True, z_loss=True),
+        Case("ring2hsdp2", "full", more=True, mask=False), Case("ring2tp2", mask=False, sizes="slim"),
+        Case("ring2pp2", tied=True, schedule="1f1b"), Case("ring3", "selective", ramp=True),
+        Case("ring3", "full", tied=True, sizes="slim", skip=1), Case("ring2pp2", more=True, schedule="zbv_zero_bubble"),
+        Case("usp2x2", more=True, tied=True, sizes="norm"), Case("usp2x2tp2", "full", z_loss=True),
+        Case("usp2x2hsdp2", "selective", mask=False), Case("usp2x2pp2", schedule="interleaved_1f1b"),
     ]  # fmt: skip
 
 
@@ -347,6 +400,7 @@ def quick() -> list[Case]:
     few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2")]
     few += [case for case in float8() if case.float8 == "blockwise" and case.on.world == 2][:2]
     few += in_pieces()[:1]
+    few += [case for case in context() if case.on.world == 2]
     return sorted([*covering(cases, seen, cost), *few], key=lambda case: case.on.world)
 
 

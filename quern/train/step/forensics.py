@@ -1,9 +1,9 @@
 """Records a spike or another chosen step for analysis: ``RUN/forensics/step_00000123.json``.
 
 Of the last steps a rank keeps, on its device, the cross-entropy of every sequence that it computed, cut into
-:data:`PIECES` along the sequence, and the norms of its parts of all gradients, which the global norm is made of anyway.
-Beside them, on the host, where the sequences are from. Nothing of it is read while training goes well, and nothing is
-sent.
+:data:`.sequences.PIECES` along the sequence, and the norms of its parts of all gradients, which the global norm is made
+of anyway. Beside them, on the host, where the sequences are from. Nothing of it is read while training goes well, and
+nothing is sent.
 
 Whether a step is written down is decided from its reduced figures, one step later, when they have reached the host: the
 same bits on every rank, so every rank decides alike. Then, and only then, the ranks send what they kept to rank 0, and
@@ -24,16 +24,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from quern import storage
 from quern.model.loss import IGNORE
 from quern.parallel.clip import Norms
+from quern.parallel.context.inputs import Shared
 from quern.train.batches.feed import Origin, StepInputs
 from quern.train.config import ForensicsConfig
 from quern.train.processes.agree import Agreement
+from quern.train.step.sequences import Sequences, cut, highest, joined, medians, piece_tokens
 
 __all__ = ["FOLDER", "FORMAT", "Facts", "Forensics", "Seen"]
 
@@ -41,8 +42,6 @@ FOLDER = "forensics"
 """Of a run's directory."""
 FORMAT = 1
 
-PIECES = 64
-"""Into which a sequence is cut, at most: of a sequence that stands out, the file says where."""
 STANDING_OUT = 128
 """Sequences of the step whose pieces are in the file …"""
 STANDING_OUT_BEFORE = 16
@@ -67,6 +66,9 @@ class Facts:
     """The guard's."""
     layout: Mapping[str, Any]
     dp_rank: int
+    cp_groups: Sequence[dist.ProcessGroup] = ()
+    """Of ranks that compute tokens of the same sequences: summed over one after the other, all of them."""
+    cp_rank: int = 0
     loss_scaled: bool = False
     """With a loss scale gradients overflow now and then, by which it finds its size: no reason to look."""
 
@@ -104,24 +106,6 @@ class _Kept:
     seen: Seen | None = None
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """Of one step, of one rank or of all; S sequences."""
-
-    columns: dict[str, NDArray[np.int64]]
-    """By name, each [S]."""
-    nats_S: NDArray[np.float64]
-    targets_S: NDArray[np.int64]
-    pieces: dict[int, tuple[NDArray[np.float64], NDArray[np.int64]]]
-    """By place, nats and targets [P] of those that stand out."""
-
-    @property
-    def means(self) -> NDArray[np.float64]:
-        """Nats a target; NaN where there is none."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.nats_S / self.targets_S
-
-
 class Forensics:
     """Keeps the last ``config.window`` steps, and writes them when one of them is to be recorded.
 
@@ -156,9 +140,19 @@ class Forensics:
             return
         nats_MBP = targets_MBP = None
         if losses is not None:
-            nats_MBP = _cut(torch.stack([losses[number] for number in range(len(batch.micro_batches))]))
-            targets_MBP = _cut(torch.stack([inputs.targets_BL for inputs in batch.micro_batches]) != IGNORE)
+            given = [losses[number] for number in range(len(batch.micro_batches))]
+            targets = [inputs.targets_BL != IGNORE for inputs in batch.micro_batches]
+            nats_MBP, targets_MBP = (cut(torch.stack(self._rows(batch, own))) for own in (given, targets))
         self._kept.append(_Kept(batch.data_step, batch.origins, nats_MBP, targets_MBP, [], batch))
+
+    def _rows(self, batch: StepInputs, values: Sequence[Tensor]) -> list[Tensor]:
+        """[B, L] of each micro-batch, 0 for tokens of other ranks of ``cp``."""
+        length = self._facts.layout["seq_len"]
+        return [
+            own.new_zeros(own.shape[0], length).scatter_(1, inputs.documents.positions_BR, own)
+            if isinstance(inputs.documents, Shared) else own
+            for own, inputs in zip(values, batch.micro_batches, strict=True)
+        ]  # fmt: skip
 
     @property
     def norms(self) -> list[Norms] | None:
@@ -210,13 +204,18 @@ class Forensics:
 
     # ---- what the ranks send
 
-    def _share(self, kept: _Kept, is_last: bool) -> tuple[dict[str, float], _Sequences | None]:
+    def _share(self, kept: _Kept, is_last: bool) -> tuple[dict[str, float], Sequences | None]:
         """This rank's of a step: squared norms by parameter, and its sequences. Waits for the device."""
         squares = self._squares(kept.norms)
         if kept.nats_MBP is None or kept.targets_MBP is None:
             return squares, None
-        nats_SP = kept.nats_MBP.flatten(0, 1).double().cpu().numpy()
-        targets_SP = kept.targets_MBP.flatten(0, 1).cpu().numpy().astype(np.int64)
+        nats, targets = kept.nats_MBP.double(), kept.targets_MBP.long()
+        for group in self._facts.cp_groups:
+            dist.all_reduce(nats, group=group)
+            dist.all_reduce(targets, group=group)
+        if self._facts.cp_rank:
+            return squares, None
+        nats_SP, targets_SP = (own.flatten(0, 1).cpu().numpy() for own in (nats, targets))
         columns = {
             name: np.concatenate([getattr(origin, f"{name}s") for origin in kept.origins]).astype(np.int64)
             for name in ("place", "source", "epoch", "window")
@@ -224,9 +223,9 @@ class Forensics:
         num, rows = kept.nats_MBP.shape[:2]
         columns["micro_batch"], columns["row"] = (own.ravel() for own in np.indices((num, rows)))
         columns["dp_rank"] = np.full(num * rows, self._facts.dp_rank)
-        own = _Sequences(columns, nats_SP.sum(1), targets_SP.sum(1), {})
+        own = Sequences(columns, nats_SP.sum(1), targets_SP.sum(1), {})
         most = STANDING_OUT if is_last else STANDING_OUT_BEFORE
-        for s in _highest(own.means, own.targets_S, most):
+        for s in highest(own.means, own.targets_S, most):
             own.pieces[int(columns["place"][s])] = nats_SP[s], targets_SP[s]
         return squares, own
 
@@ -237,8 +236,8 @@ class Forensics:
     ) -> None:
         last, facts = steps[-1][0], self._facts
         squares = [_added([share[0] for share in shares]) for _, shares in steps]
-        sequences = [_joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
-        usual, norms = _usual(sequences), _norms(squares[-1], str)
+        sequences = [joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
+        usual, norms = medians(sequences), _norms(squares[-1], str)
         content = {
             "format": FORMAT, "kind": "forensics", "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "step": last.step, "data_step": last.data_step, "attempt": facts.attempt, "order": facts.order,
@@ -265,7 +264,7 @@ class Forensics:
         self,
         seen: Seen,
         layers: dict[str, float],
-        found: _Sequences,
+        found: Sequences,
         usual: Mapping[int, float],
         most: int | None,
     ) -> dict[str, Any]:
@@ -275,7 +274,7 @@ class Forensics:
         places = found.columns["place"][known]
         chosen = [
             int(places[s])
-            for s in _highest(excess_S[known], found.targets_S[known], STANDING_OUT_BEFORE if most is None else most)
+            for s in highest(excess_S[known], found.targets_S[known], STANDING_OUT_BEFORE if most is None else most)
         ]
         return {
             **{
@@ -297,7 +296,7 @@ class Forensics:
                 {str(place): float(nats) for place, nats in zip(found.columns["place"], found.nats_S, strict=True)}
             ),
             "within": {
-                "tokens": _piece(int(self._facts.layout["seq_len"])),
+                "tokens": piece_tokens(int(self._facts.layout["seq_len"])),
                 "place": chosen,
                 "loss": [[_plain(value) for value in found.pieces[place][0].tolist()] for place in chosen],
                 "targets": [found.pieces[place][1].tolist() for place in chosen],
@@ -321,50 +320,6 @@ class Forensics:
             log.warning("%s: has %d files, no more are written (forensics.max_files)", self._folder, self._num_files)
         self._full = full
         return full
-
-
-def _piece(seq_len: int) -> int:
-    """Tokens of a piece; the last one of a sequence may have fewer."""
-    return -(-seq_len // PIECES)
-
-
-def _cut(values_MBL: Tensor) -> Tensor:
-    """Sums of pieces [M, B, P]."""
-    length = values_MBL.shape[-1]
-    size = _piece(length)
-    if size == 1:
-        return values_MBL
-    if short := -length % size:
-        values_MBL = pad(values_MBL, (0, short))
-    return values_MBL.unflatten(-1, (-1, size)).sum(-1)
-
-
-def _highest(values_S: NDArray[np.float64], targets_S: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Where the highest values are, what is not finite first; sequences without a target are not among them."""
-    with_targets = np.flatnonzero(targets_S)
-    ranked = np.where(np.isfinite(values_S), values_S, np.inf)[with_targets]
-    return with_targets[np.argsort(-ranked, kind="stable")[:most]]
-
-
-def _joined(shares: Sequence[_Sequences]) -> _Sequences:
-    """All ranks' sequences of a step, by place."""
-    columns = {name: np.concatenate([share.columns[name] for share in shares]) for name in shares[0].columns}
-    order = np.argsort(columns["place"], kind="stable")
-    pieces = {place: own for share in shares for place, own in share.pieces.items()}
-    return _Sequences(
-        {name: column[order] for name, column in columns.items()},
-        np.concatenate([share.nats_S for share in shares])[order],
-        np.concatenate([share.targets_S for share in shares])[order],
-        pieces,
-    )
-
-
-def _usual(steps: Sequence[_Sequences]) -> dict[int, float]:
-    """The median loss of the sequences of each source, over all steps."""
-    sources = np.concatenate([step.columns["source"] for step in steps])
-    means = np.concatenate([step.means for step in steps])
-    finite = np.isfinite(means)
-    return {int(source): float(np.median(means[finite & (sources == source)])) for source in np.unique(sources[finite])}
 
 
 def _added(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quern.parallel.apply import Parallel
 from quern.parallel.clip import local_part
+from quern.parallel.context.inputs import Shared
 from quern.train.batches.feed import StepInputs
 from quern.train.processes.agree import Agreement
 
@@ -102,8 +103,12 @@ class _Watch:
         if broken.shape[:2] == (batch, length) or broken.shape[:1] == (batch * length,):  # goes by tokens
             broken_BL = broken.reshape(batch, length, -1).any(2)
             places = self._batch.origins[self._number].places
+            firsts = broken_BL.int().argmax(1)
+            documents = self._batch.micro_batches[self._number].documents
+            if isinstance(documents, Shared):  # of a rank's own tokens
+                firsts = documents.positions_BR.gather(1, firsts[:, None])[:, 0]
             self.found["sequences"] = [
-                {"row": row, "place": int(places[row]), "position": int(broken_BL[row].int().argmax())}
+                {"row": row, "place": int(places[row]), "position": int(firsts[row])}
                 for row in broken_BL.any(1).nonzero()[:, 0].tolist()
             ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 
 from quern import storage
 from quern.errors import InputError
-from quern.parallel.accumulation import Inputs, Runner
+from quern.parallel.accumulation import Runner
+from quern.parallel.context.inputs import Sharing
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.boundaries import open_boundaries
@@ -102,9 +104,11 @@ class Validator:
     """Mean loss a target, over the held-out windows of each source and each set, and over all of the sources."""
 
     def __init__(
-        self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str
-    ) -> None:
-        self._ranks, self._document_mask = ranks, config.document_mask
+        self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str,
+        sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
+        self._ranks = ranks
+        self._inputs = partial(to_device, device=ranks.device, document_mask=config.document_mask, sharing=sharing)
         folders = [os.path.abspath(given.path) + _HELD_OUT for given in config.data]
         names = dict(zip(folders, source_names(config), strict=True))
         sets = {os.path.abspath(given.path): given.name for given in config.validation.sets}
@@ -144,9 +148,6 @@ class Validator:
                     summed[1] += (batch.targets_BL != IGNORE).sum()
         loss, tokens = self._ranks.sum(summed).tolist()
         return {"loss": loss / max(tokens, 1), "tokens": int(tokens)}
-
-    def _inputs(self, batch: Any) -> Inputs:
-        return to_device(batch, self._ranks.device, document_mask=self._document_mask)
 
 
 def _without_filling(step: StepBatch) -> Sequence[Any]:

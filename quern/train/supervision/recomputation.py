@@ -16,7 +16,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -187,34 +186,31 @@ class Recomputation:
         documents, by = inputs.documents, by % self._dp_size
         if not by:
             return inputs, first_T2
+        tensors = [] if documents is None else documents.tensors
+        sizes = [torch.tensor([*map(len, tensors), 0 if documents is None else documents.max_seqlen])]
         if documents is not None:
-            sizes = torch.tensor([len(documents.cu_seqlens), documents.max_seqlen], device=first_T2.device)
-            (sizes,) = self._passed_on([sizes], [sizes], by)
-            num, longest = sizes.tolist()
-            cu_seqlens = documents.cu_seqlens.new_empty(num)
-            tensors = [documents.ids_BL, documents.cu_seqlens]
-            like = [documents.ids_BL, cu_seqlens]
-        else:
-            tensors, like = [], []
+            sizes = self._passed_on(sizes, sizes, by)
+        *lengths, longest = sizes[0].tolist()
         plain = [t for t in (inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, first_T2) if t is not None]
+        like = [own.new_empty(length, *own.shape[1:]) for own, length in zip(tensors, lengths, strict=True)]
         got = self._passed_on(plain + tensors, plain + like, by)
         tokens_BL, targets_BL, *rest = got
         positions_BL = rest.pop(0) if inputs.positions_BL is not None else None
         theirs_T2 = rest.pop(0)
-        if documents is not None:
-            documents = replace(documents, ids_BL=rest[0], cu_seqlens=rest[1], max_seqlen=longest)
+        documents = None if documents is None else documents.of_other(rest, longest)
         return Inputs(tokens_BL, targets_BL, positions_BL, documents), theirs_T2
 
     def _passed_on(self, mine: Sequence[Tensor], like: Sequence[Tensor], by: int) -> list[Tensor]:
         """Sends ``mine`` to the data-parallel rank ``by`` further; what has come is of the sizes of ``like``."""
         dp_rank, seat = divmod(self._ranks.rank, stride := self._ranks.world // self._dp_size)
         there, here = ((dp_rank + way) % self._dp_size * stride + seat for way in (by, -by))
-        got = [torch.empty_like(own, memory_format=torch.contiguous_format) for own in like]
-        calls = [dist.P2POp(dist.isend, _bytes(own.contiguous()), there) for own in mine]
-        calls += [dist.P2POp(dist.irecv, _bytes(own), here) for own in got]
+        device = self._ranks.device
+        got = [torch.empty_like(own, device=device, memory_format=torch.contiguous_format) for own in like]
+        calls = [dist.P2POp(dist.isend, _bytes(own.to(device).contiguous()), there) for own in mine if own.numel()]
+        calls += [dist.P2POp(dist.irecv, _bytes(own), here) for own in got if own.numel()]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
-        return got
+        return [own.to(as_mine.device) for own, as_mine in zip(got, like, strict=True)]
 
     # ---- the verdict
 

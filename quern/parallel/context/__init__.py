@@ -1,0 +1,1 @@
+"""Context parallelism: the tokens of a sequence are dealt out over ranks."""

@@ -1,0 +1,58 @@
+"""Rejects layouts whose ranks of ``cp`` cannot share a sequence: heads or tokens that do not divide."""
+
+from __future__ import annotations
+
+from quern.errors import InputError
+from quern.model.config import ModelShape
+from quern.parallel.planning.layout import Layout
+from quern.parallel.planning.mesh import choices, divisors
+
+__all__ = ["check_context"]
+
+
+def check_context(shape: ModelShape, layout: Layout) -> None:
+    """Raise :class:`InputError`: the key, what it is and what would fit."""
+    cp, method, given = layout.plan.cp, layout.cp_method, layout.ulysses
+    if cp == 1:
+        for name, default in (("cp_method", method == "ulysses"), ("ulysses", given is None)):
+            if not default:
+                raise InputError(f"parallel.{name}: changes nothing without context parallelism; expected cp > 1 too")
+        return
+    within = [size for size in divisors(cp) if 1 < size < cp]
+    if method == "usp" and given not in within:
+        fits = f"{choices(within)} (a divisor of cp {cp})" if within else f"another cp_method, as no size divides {cp}"
+        raise InputError(
+            f"parallel.ulysses: ranks that exchange heads with cp_method usp; expected {fits}, got {given}"
+        )
+    if method != "usp" and given is not None:
+        raise InputError(f"parallel.ulysses: is of cp_method usp; expected null with {method}, got {given}")
+    _heads(shape, layout)
+    unit = layout.context.unit
+    unit *= 1 if unit % (cp * layout.plan.tp) == 0 else layout.plan.tp
+    if layout.seq_len % unit:
+        below, above = layout.seq_len // unit * unit, (layout.seq_len // unit + 1) * unit
+        beside = f" beside tp {layout.plan.tp}" if layout.plan.tp > 1 else ""
+        raise InputError(
+            f"seq_len: expected a multiple of {unit} for cp {cp} with {method}{beside}, got {layout.seq_len}; "
+            f"{f'{below} or {above}' if below else above} would fit"
+        )
+
+
+def _heads(shape: ModelShape, layout: Layout) -> None:
+    """Each rank of the exchange gets as many, and whole groups of query heads with their key head."""
+    tp, ranks = layout.plan.tp, layout.context.heads
+    query, key = shape.num_heads // tp, max(shape.num_kv_heads // tp, 1)
+
+    def fits(size: int) -> bool:
+        return query % size == 0 and (key % size == 0 or size % key == 0)
+
+    if fits(ranks):
+        return
+    name = "ulysses" if layout.cp_method == "usp" else "cp"
+    of = "" if tp == 1 else f" of a rank of tp {tp}"
+    others = "allgather or ring" if layout.cp_method == "ulysses" else "allgather"
+    raise InputError(
+        f"parallel.{name}: {ranks} ranks exchange heads; expected a divisor of the {query} query heads{of} that is a "
+        f"divisor or a multiple of the {key} key heads: {choices([size for size in divisors(query) if fits(size)])}; "
+        f"or cp_method {others}"
+    )
