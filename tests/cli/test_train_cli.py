@@ -68,7 +68,8 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
     ("arguments", "expected"),
     [
         (("modle.dim=3",), "modle: unknown key; did you mean 'model'?"),
-        (("parallel.cp=2",), "cp: not available yet"),
+        (("parallel.ep=2",), "ep: not available yet"),
+        (("parallel.cp_method=ring",), "parallel.cp_method: changes nothing without context parallelism"),
         (("parallel.zero=2",), "zero: not available"),
         (("model.num_heads=3",), "num_heads: expected a divisor of dim (16)"),
         (("seq_len=3000",), "has 2444 tokens; seq_len 3000 needs 3001 or more"),

@@ -9,6 +9,7 @@ import torch
 
 from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
+from quern.model.float8.recipe import Recipe
 from quern.parallel.planning import schedules
 from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.mesh import plan_mesh
@@ -36,20 +37,43 @@ def check(world: int, keys: dict[str, Any], task: dict[str, Any] = TASK, vocab_s
 def test_every_key_of_the_section_reaches_the_layout_or_the_mesh() -> None:
     """A key that is taken and does nothing would be worse than none."""
     other = {"dp_shard": 4, "reshard_after_forward": 2, "schedule": "zbv_zero_bubble", "stages_per_rank": 3,
-             "stage_layers": (1, 2), "nvlink_domain": 4}  # fmt: skip
+             "stage_layers": (1, 2), "nvlink_domain": 4, "cp_method": "ring"}  # fmt: skip
     for name, field in ParallelConfig.model_fields.items():
-        if name in ("cp", "ep", "zero"):  # their one value
+        if name in ("ep", "zero"):  # their one value
             continue
         usual = ParallelConfig(dp_shard=2)
         value = other.get(name, not field.default if isinstance(field.default, bool) else 2)
         changed = usual.model_copy(update={name: value})
-        of = [layout_of(own, plan_mesh(own, own.dp_replicate * (own.dp_shard or 1) * own.tp * own.pp), torch.float32)
-              for own in (usual, changed)]  # fmt: skip
+        ranks = [own.dp_replicate * (own.dp_shard or 1) * own.tp * own.pp * own.cp for own in (usual, changed)]
+        of = [layout_of(own, plan_mesh(own, number), torch.float32)
+              for own, number in zip((usual, changed), ranks, strict=True)]  # fmt: skip
         assert of[0] != of[1], name
 
 
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     # ranks, parallel, model, task, what is said
+    (1, {"ulysses": 2}, {}, {},
+     "parallel.ulysses: changes nothing without context parallelism; expected cp > 1 too"),
+    (4, {"cp": 4, "cp_method": "usp"}, {}, {},
+     "parallel.ulysses: ranks that exchange heads with cp_method usp; expected 2 (a divisor of cp 4), got None"),
+    (3, {"cp": 3, "cp_method": "usp", "ulysses": 3}, {}, {},
+     "parallel.ulysses: ranks that exchange heads with cp_method usp; expected another cp_method, as no size divides "
+     "3, got 3"),
+    (2, {"cp": 2, "cp_method": "ring", "ulysses": 2}, {}, {},
+     "parallel.ulysses: is of cp_method usp; expected null with ring, got 2"),
+    (8, {"cp": 8}, {}, {},
+     "parallel.cp: 8 ranks exchange heads; expected a divisor of the 12 query heads that is a divisor or a multiple of "
+     "the 4 key heads: 1, 2, 4 or 12; or cp_method allgather or ring"),
+    (8, {"cp": 4, "tp": 2}, {}, {},
+     "parallel.cp: 4 ranks exchange heads; expected a divisor of the 6 query heads of a rank of tp 2 that is a divisor "
+     "or a multiple of the 2 key heads: 1, 2 or 6; or cp_method allgather or ring"),
+    (4, {"cp": 4, "cp_method": "allgather"}, {}, {"seq_len": 20},
+     "seq_len: expected a multiple of 8 for cp 4 with allgather, got 20; 16 or 24 would fit"),
+    (4, {"cp": 2, "tp": 2}, {}, {"seq_len": 2},
+     "seq_len: expected a multiple of 4 for cp 2 with ulysses beside tp 2, got 2; 4 would fit"),
+    (2, {"cp": 2}, {}, {"seq_len": 24, "micro_batch": 1, "float8": Recipe("blockwise")},
+     "float8.recipe: expected a multiple of 16 tokens in a micro-batch, got seq_len / cp 12 × micro_batch 1 = 12; "
+     "micro_batch 4 would fit, or seq_len 32"),
     (5, {"tp": 5}, {}, {},
      "parallel.tp: expected a divisor of model.num_heads (12), got 5; tp 1, 2, 4 or 12 would fit"),
     (6, {"tp": 6}, {}, {},

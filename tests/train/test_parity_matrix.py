@@ -18,7 +18,19 @@ from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.tokenize.shards import ShardReader
 from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import SOURCES, documents, write_corpus
-from quern.train.parity.matrix import FACTORS, LAYOUTS, STEPS, VOCAB_SIZE, Case, covering, everything, legal, quick
+from quern.train.parity.matrix import (
+    CONTEXT,
+    FACTORS,
+    LAYOUTS,
+    STEPS,
+    VOCAB_SIZE,
+    Case,
+    context,
+    covering,
+    everything,
+    legal,
+    quick,
+)
 from quern.train.parity.run import Outcome, case_config
 from quern.train.setup import check
 
@@ -27,7 +39,8 @@ def test_the_quick_set_has_every_layout_schedule_and_world() -> None:
     cases = quick()
     assert len(cases) >= 30
     assert len(set(map(str, cases))) == len(cases)
-    assert {case.layout for case in cases} == set(LAYOUTS)
+    assert {case.layout for case in cases if case.on.cp == 1} == set(LAYOUTS)
+    assert {case.on.method for case in cases if case.on.cp > 1} == {"ulysses", "allgather", "ring"}
     assert {case.on.world for case in cases} == set(range(1, 9))
     for pp in (2, 4):
         assert {case.schedule for case in cases if case.layout == f"pp{pp}"} == set(SCHEDULES)
@@ -46,7 +59,10 @@ def test_everything_is_each_legal_case_once() -> None:
     names = Counter(map(str, cases))
     assert max(names.values()) == 1
     assert all(map(legal, cases))
-    on = [case for case in cases if case.skip is None and not case.ramp and case.float8 is None and case.pieces == 1]
+    on = [
+        case for case in cases
+        if case.skip is None and not case.ramp and case.float8 is None and case.pieces == case.on.cp == 1
+    ]  # fmt: skip
     without_pipelines = sum(layout.pp == 1 for layout in LAYOUTS.values())
     splitting = sum(kind.splits_backward for kind in SCHEDULES.values())
     rows = without_pipelines * 3 + (len(LAYOUTS) - without_pipelines) * (3 * (len(SCHEDULES) - splitting) + splitting)
@@ -88,12 +104,28 @@ def test_a_layout_is_what_its_name_says() -> None:
 
 
 def test_coordinates_are_the_meshs() -> None:
-    for layout in LAYOUTS.values():
-        plan = MeshPlan(dp_replicate=layout.replicate, dp_shard=layout.shard, tp=layout.tp, pp=layout.pp)
+    for layout in [*LAYOUTS.values(), *CONTEXT.values()]:
+        sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tp, "pp": layout.pp}
+        plan = MeshPlan(**sizes, cp=layout.cp)
+        assert plan.world_size == layout.world
         for rank in range(layout.world):
             place = plan.coordinates(rank)
-            names = ("pp", "dp_replicate", "dp_shard", "tp")
-            assert layout.coordinates(rank) == tuple(place[name] for name in names)
+            shard = place["dp_shard"] * layout.cp + place["cp"]
+            assert layout.coordinates(rank) == (place["pp"], place["dp_replicate"], shard, place["tp"])
+
+
+def test_the_cases_that_deal_tokens_out_have_each_way_with_each_axis_and_kind_of_step() -> None:
+    cases = context()
+    for method in ("ulysses", "allgather", "ring", "usp"):
+        own = [case for case in cases if case.on.method == method]
+        for axis in ("replicate", "tp", "pp"):
+            assert any(getattr(case.on, axis) > 1 for case in own), (method, axis)
+        assert {case.mask for case in own} == {True, False}
+        assert {case.activation for case in own} == {"none", "full", "selective"}
+        assert any(case.more for case in own)
+    assert len({case.schedule for case in cases if case.schedule}) >= 4
+    assert any(case.skip is not None for case in cases)
+    assert any(case.ramp for case in cases)
 
 
 def test_the_corpus_is_ragged_and_read_as_written(tmp_path: Path) -> None:
