@@ -22,7 +22,25 @@ from support.programs import python
 ROOT = TESTS.parent
 FILES = {
     ".gitignore": "__pycache__/\n",
-    "quern/__init__.py": "",
+    "quern/__init__.py": "_NAMES = {'Rule': 'quern.rules', 'load': 'quern.loading'}\ndef __getattr__(name): ...\n",
+    "quern/rules.py": "",
+    "quern/loading.py": "",
+    "quern/part/__init__.py": "_NAMES = {'Inner': 'quern.inner'}\ndef __getattr__(name): ...\n",
+    "quern/inner.py": "",
+    "docs/python.md": "```python\nfrom quern import load as load_it\n```\n",
+    "examples/loop.py": "import quern\n\nquern.load()\n",
+    "tests/test_from.py": "from quern import (\n    Rule,\n)\n",
+    "tests/test_used.py": "import quern\nCLASS = quern.Rule\n",
+    "tests/test_text.py": "PROGRAM = f'import quern\\nquern.load({1})'\n",
+    "tests/test_written.py": "SCRIPT = 'import os\\nfrom quern import Rule\\n' + 'class A(Rule): ...'\n",
+    "tests/test_unsure.py": "import quern\ngetattr(quern, 'lo' + 'ad')(quern.Rule)\n",
+    "tests/test_renamed.py": "import quern as q\nq.load()\n",
+    "tests/test_patched.py": "TARGET = 'quern.load'\n",
+    "tests/test_page.py": "PAGE = 'docs', 'python.md'\n",
+    "tests/test_loop.py": "SCRIPT = 'examples/loop.py'\n",
+    "tests/test_inner.py": "from quern import part\n",
+    "tests/test_version.py": "import quern\nVERSION = quern.__version__\n",
+    "tests/test_told.py": "TOLD = 'expected a quern.Rule'\n",
     "quern/errors.py": "",
     "quern/low.py": "def low(): ...\n",
     "quern/high/__init__.py": "from .deep import deep\n",
@@ -58,6 +76,7 @@ FILES = {
     "tests/test_speed.py": "import speed\nGUIDE = 'docs/guide.md'\n",
 }
 ALL = {path for path in FILES if "/test_" in path}
+EVERY = " ".join(re.findall(r"/test_(\w+)", " ".join(ALL)))
 
 
 @pytest.fixture
@@ -78,7 +97,11 @@ def tree(tmp_path: Path) -> Path:
         ("quern/commands/one.py", "command"),
         ("quern/errors.py", "case program"),
         ("quern/tool/__main__.py", "tool"),
-        ("quern/__init__.py", "case command high low program speed tool"),
+        ("quern/rules.py", "from used written unsure renamed"),
+        ("quern/loading.py", "text unsure renamed patched page loop"),
+        ("quern/inner.py", "inner"),
+        ("examples/loop.py", "loop"),
+        ("quern/__init__.py", EVERY.replace("started", "")),
         ("benchmarks/speed.py", "speed"),
         ("tests/support/case.py", "case"),
         ("tests/part/conftest.py", "case program"),
@@ -94,7 +117,7 @@ def tree(tmp_path: Path) -> Path:
         (".ci/long-green", ""),
         ("tests/support/impact.py", ""),
         ("tests/part/drawn.yaml", ""),
-        ("tests/conftest.py", "case command high low program speed started tool"),
+        ("tests/conftest.py", EVERY),
     ],
 )
 def test_tests_that_reach_a_file_are_those_it_can_break(tree: Path, changed: str, tests: str) -> None:

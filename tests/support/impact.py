@@ -2,8 +2,10 @@
 
 A file reaches what it imports, anywhere in it, and what it names in a text that is no docstring: modules that it
 starts as programs (``-m quern.train``, and its ``__main__``), scripts beside it and of ``benchmarks``, files of other
-kinds. A test reaches the ``conftest.py`` files above it as well, but not this file through them: it chooses tests and
-is a part of none. A file whose readers cannot be told makes every test affected.
+kinds, and what programs in a text, on a page of ``docs`` or in ``examples`` import. A name that a package imports when
+it is asked for (a table beside ``__getattr__``) is reached where it is used. A test reaches the ``conftest.py`` files
+above it as well, but not this file through them: it chooses tests and is a part of none. A file whose readers cannot be
+told makes every test affected.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from functools import cached_property
 from pathlib import Path
 
 _DOTTED = re.compile(r"\b(?:quern|support)(?:\.\w+)+\b\.?")
+_ENTRY = re.compile(r"""["'](\w+)["']:\s*["']([\w.]+)["']""")
+_FROM = re.compile(r"\bfrom\s+((?:quern|support)[\w.]*)\s+import\b *(\([^)]*|[\w ,*]*)")
+_ANY = re.compile(r"\*|_(?!_(version|file|path|name|doc)__$).*")  # a name that may give any other
 #: What every test depends on.
 _EVERYWHERE = {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run"}
 _CHOOSES = "tests/support/impact.py"
@@ -36,13 +41,19 @@ class Sources:
         self.root = root
         self._python = sorted(
             path.relative_to(root).as_posix()
-            for folder in ("quern", "tests", "benchmarks")
+            for folder in ("quern", "tests", "benchmarks", "examples")
             for path in (root / folder).rglob("*.py")
         )
         self._modules = {_module(path): path for path in self._python}
         # pytest finds the scripts of `benchmarks` by their own names (pyproject.toml, pythonpath)
         self._modules |= {Path(path).stem: path for path in self._python if path.startswith("benchmarks/")}
         self._texts = {path: (root / path).read_text() for path in self._python}
+        self._asked = {  # name → module, of packages that import it when it is asked for
+            _module(path): {name: module for name, module in _ENTRY.findall(text) if module in self._modules}
+            for path, text in self._texts.items()
+            if path.endswith("/__init__.py") and "def __getattr__(" in text
+        }
+        self._pages = {path.name: set(self._used(path.read_text())) for path in root.glob("docs/*.*")}
 
     @property
     def tests(self) -> list[str]:
@@ -103,10 +114,12 @@ class Sources:
     def _named(self, path: str) -> Iterator[str]:
         tree = ast.parse(self._texts[path])
         package = _module(path).split(".") if path.endswith("__init__.py") else _module(path).split(".")[:-1]
+        own = set(self._asked.get(_module(path), {}).values())
+        yield from self._used(self._texts[path])
         described = set()
         for node in ast.walk(tree):  # what holds a docstring comes before it
             described.add(id(_docstring(node)))
-            if id(node) in described:
+            if id(node) in described or getattr(node, "value", None) in own:
                 continue
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -122,8 +135,11 @@ class Sources:
                         beginning = self._modules.get(dotted[:-1], "")
                         folder = beginning.removesuffix("/__init__.py") + "/"
                         yield from (one for one in self._python if beginning and one.startswith(folder))
-                    yield from self._files(dotted.rstrip("."))
-                    yield from self._files(f"{dotted.rstrip('.')}.__main__")
+                    yield from self._files(dotted.rstrip("."), asked=dotted == node.value)
+                    yield from self._files(f"{dotted.rstrip('.')}.__main__", asked=False)
+                for name in node.value.split("/"):
+                    yield from self._pages.get(name, ())
+                    yield from (one for one in self._python if name == "examples" and one.startswith("examples/"))
                 if (beside := f"{path.rpartition('/')[0]}/{node.value}") in self._texts:
                     yield beside
         if path.startswith("tests/"):
@@ -132,12 +148,26 @@ class Sources:
             if "benchmarks" in (words := set(re.findall(r"\w+", self._texts[path]))):  # a path to a script
                 yield from (one for one in self._python if one.startswith("benchmarks/") and Path(one).stem in words)
 
-    def _files(self, dotted: str) -> Iterator[str]:
+    def _used(self, text: str) -> Iterator[str]:
+        """What programs that are, or are in, a text have of packages; of names that are asked for any, if unsure."""
+        text = text.replace("\\n", "\n")
+        found = [(base, re.findall(r"\w+", names)) for base, names in _FROM.findall(text)]
+        for package in self._asked:
+            if re.search(rf"(?:^|[;:>\n\"']) *import (?:[\w., ]+, *)?{package}(?= as | *[;,\n\"'#])", text):
+                used = re.findall(rf"\b{package}\.(\w+)|import {package} as|[(=,[] *{package} *[,)\]\n]", text)
+                found.append((package, used if all(used) else []))
+        yield from (file for base, names in found for name in names or "*" for file in self._files(f"{base}.{name}"))
+
+    def _files(self, dotted: str, *, asked: bool = True) -> Iterator[str]:
         """The file of a module, or of what holds the name, and the ``__init__.py`` of every package above it."""
         parts = dotted.split(".")
         for length in range(1, len(parts) + 1):
-            if found := self._modules.get(".".join(parts[:length])):
+            package, name = ".".join(parts[:length]), [*parts, "*" if length > 1 else ""][length]
+            if found := self._modules.get(package):
                 yield found
+            table = self._asked.get(package, {}) if asked else {}
+            for module in table.values() if _ANY.fullmatch(name) else filter(None, [table.get(name)]):
+                yield from self._files(module, asked=False)
 
 
 def _docstring(node: ast.AST) -> ast.expr | None:
