@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,8 +29,11 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context import operator
+from quern.parallel.context.inputs import Sharing
+from quern.parallel.planning.context import Method
 from quern.parallel.planning.layout import Layout
-from quern.parallel.planning.mesh import AXES, MeshPlan, build_mesh
+from quern.parallel.planning.mesh import AXES, Mesh, MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.traffic import Step, traffic
 
@@ -55,9 +59,14 @@ class Case:
     float8: Recipe | None = None
     """By which weights are gathered in FP8; with sizes that it fits."""
     bf16_gradients: bool = False
+    method: Method = "ulysses"
+    """Of ``cp``."""
+    ulysses: int | None = None
+    mask: bool = False
 
     def __str__(self) -> str:
         said = f"{self.plan} reshard {self.reshard} AC {self.activation} x{self.micro_batches}"
+        said += f" {self.method}" if self.plan.cp > 1 else ""
         return said + (f" {self.schedule}" if self.plan.pp > 1 else "") + (" tied" if self.tied else "")
 
     @property
@@ -76,7 +85,7 @@ class Case:
 
     @property
     def seq_len(self) -> int:
-        return 256 if self.wide else 8
+        return 256 if self.wide else 24 if self.plan.cp > 1 else 8
 
     @property
     def layout(self) -> Layout:
@@ -85,6 +94,7 @@ class Case:
             activation_checkpointing_layers=self.recomputed, micro_batch=MICRO_BATCH, seq_len=self.seq_len,
             schedule=self.schedule, tp_pieces=self.pieces, stages_per_rank=self.stages_per_rank,
             float8=self.float8, float8_all_gather=self.float8 is not None, bf16_gradients=self.bf16_gradients,
+            cp_method=self.method, ulysses=self.ulysses,
         )  # fmt: skip
 
     @property
@@ -117,6 +127,10 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._see(func.overloadpacket.__name__.strip("_"), args)
+        own = {"context_attention": operator.context_attention, "context_attention_backward": operator._backward}
+        if func.namespace == "quern" and (inside := own.get(func.overloadpacket.__name__)):
+            with self:  # what an operation of ours does in turn
+                return inside._init_fn(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _see(self, name: str, args: Any) -> None:
@@ -128,6 +142,7 @@ class Collectives(TorchDispatchMode):
                 "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
                 "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
                 "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+                "all_to_all_single": "all_to_all",
             }[name], args[0]  # fmt: skip
             times = len(ranks) if kind == "all_gather" else 1
         else:
@@ -152,6 +167,10 @@ class Collectives(TorchDispatchMode):
         return {key: (self.calls[key], self.bytes[key]) for key in self.calls}
 
 
+def mesh_of(case: Case) -> Mesh:
+    return build_mesh(case.plan, "cpu", case.layout.context.heads)
+
+
 def build(case: Case) -> Parallel:
     torch.set_default_dtype(torch.promote_types(case.dtype, torch.float32))
     try:
@@ -159,18 +178,25 @@ def build(case: Case) -> Parallel:
             model = Transformer(case.shape, compute_dtype=case.dtype, loss_chunk=case.step.loss_chunk)
     finally:
         torch.set_default_dtype(torch.float32)
-    parallel = parallelize(model, build_mesh(case.plan, "cpu"), case.layout)
+    parallel = parallelize(model, mesh_of(case), case.layout)
     initialise(parallel.model, seed=7)
     return parallel
 
 
 def take(parallel: Parallel, case: Case) -> None:
     """One step's forward and backward passes, until all gradients are whole."""
+    rows = np.arange(0, (MICRO_BATCH + 1) * case.seq_len, case.seq_len, dtype=np.int32)
+    shared = None
+    if case.plan.cp > 1:
+        rank = parallel.gradients.mesh.rank("cp")
+        shared = Sharing(case.layout.context, rank, case.seq_len).of(rows, None, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     inputs = []
     for _ in range(case.micro_batches):
         tokens_BL, targets_BL = torch.randint(127, (2, MICRO_BATCH, case.seq_len), generator=generator).unbind()
-        inputs.append(Inputs(tokens_BL, targets_BL, None, None))
+        if shared is not None:
+            tokens_BL, targets_BL = (own.gather(1, shared.positions_BR) for own in (tokens_BL, targets_BL))
+        inputs.append(Inputs(tokens_BL, targets_BL, None, shared))
     parallel.model.zero_grad(set_to_none=True)
     if parallel.float8_gather is not None:
         parallel.float8_gather.update()
@@ -219,6 +245,30 @@ def test_two_ranks(run_ranks: Any) -> None:
         Case(TWO, dtype=torch.bfloat16, bf16_gradients=True),
         Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
     ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_sequence(run_ranks: Any) -> None:
+    cp = Case(MeshPlan(cp=2), micro_batches=2, kv_heads=2)
+    compare(run_ranks, [
+        cp, replace(cp, activation="full", kv_heads=1, dtype=torch.bfloat16),
+        replace(cp, method="allgather", activation="selective"),
+        replace(cp, method="allgather", activation="full", recomputed=2, dtype=torch.bfloat16),
+        replace(cp, method="ring", activation="full", reshard=False),
+    ])  # fmt: skip
+
+
+@pytest.mark.long
+def test_more_ranks_share_a_sequence(run_ranks: Any) -> None:
+    cp = Case(MeshPlan(cp=4), micro_batches=2, kv_heads=2)
+    four = MeshPlan(cp=2, dp_shard=2), MeshPlan(cp=2, dp_replicate=2), MeshPlan(cp=2, tp=2), MeshPlan(cp=2, pp=2)
+    ways: list[Method] = ["ulysses", "allgather", "ring"]
+    cases = [replace(cp, method=way, activation=how) for way in ways for how in ("none", "selective", "full")]
+    cases += [replace(cp, method="usp", ulysses=2, activation=how) for how in ("none", "selective", "full")]
+    cases += [replace(cp, plan=plan, method=way, reshard=plan.pp == 1) for plan in four for way in ways]
+    compare(run_ranks, [case for case in cases if case.plan.pp == 1 or case.method != "ring"])
+    pipe = replace(cp, plan=MeshPlan(cp=2, pp=2), reshard=False, layers=5, micro_batches=4)
+    compare(run_ranks, [replace(pipe, method=way, schedule="zbv_zero_bubble") for way in ways[:2]])
 
 
 @pytest.mark.long

@@ -71,7 +71,7 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "seq_len: expected a multiple of 8 for cp 4 with allgather, got 20; 16 or 24 would fit"),
     (4, {"cp": 2, "tp": 2}, {}, {"seq_len": 2},
      "seq_len: expected a multiple of 4 for cp 2 with ulysses beside tp 2, got 2; 4 would fit"),
-    (2, {"cp": 2}, {}, {"seq_len": 24, "micro_batch": 1, "float8": Recipe("blockwise")},
+    (2, {"cp": 2}, {}, {"seq_len": 24, "micro_batch": 1, "float8": Recipe("tensorwise")},
      "float8.recipe: expected a multiple of 16 tokens in a micro-batch, got seq_len / cp 12 × micro_batch 1 = 12; "
      "micro_batch 4 would fit, or seq_len 32"),
     (5, {"tp": 5}, {}, {},
