@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quern.parallel.planning.context import Context
+
 __all__ = ["Attempt", "SeenCheckpoint", "Stretch"]
 
 I64 = NDArray[np.int64]
@@ -41,6 +43,8 @@ class Attempt:
     """Data-parallel ranks; None in a ledger that does not tell, likewise ``micro_batch``."""
     micro_batch: int | None
     document_mask: bool
+    context: Context | None = None
+    """How ranks shared a sequence; None: each had its own, or it is not known how."""
 
     def version_of(self, identity: str) -> int:
         """The corpus version it read a source at: as the ledger tells, else the one since which the source's tokens

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.lineage.training import Attempt, TrainingRun
 from quern.lineage.windows import parts
+from quern.parallel.planning.segments import deal, document_starts, tokens_of
 from quern.train.batches.assignment import check_divides
 from quern.train.batches.boundaries import Documents
 from quern.train.batches.step_plan import StepPlan, assign, plan_step
@@ -32,6 +34,8 @@ __all__ = ["DocumentParts", "StepRead", "losses_of", "read_step"]
 
 _FORENSICS = re.compile(r"step_(\d{8,})(\.attempt_\d+)?\.json")
 
+Stretches = list[tuple[int, int]]
+"""[start, stop) of each, ascending."""
 I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -91,6 +95,9 @@ class StepRead:
     unknown: Mapping[int, str]
     """Of each source that the step reads and that cannot be opened: why."""
     documents: DocumentParts
+    computed: Callable[[int], list[Stretches] | None]
+    """Of a place: by rank of ``cp``, in turn, the positions of its row that it computed; None where each rank computed
+    whole rows, or it is not known."""
 
     def of_rank(self, rank: int) -> StepRead:
         """The share of one data-parallel rank.
@@ -152,6 +159,7 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
         ranks_G=ranks_G, micro_batches_G=micro_batches_G, rows_G=rows_G, sources_G=samples[0].astype(np.int64),
         epochs_G=samples[1].astype(np.int64), windows_G=samples[2].astype(np.int64), identities=order.ids,
         streams=streams, unknown=unknown, documents=_parts(run, chosen, plan, streams, spans),
+        computed=_computed(plan, chosen, run.seq_len, (ranks_G, micro_batches_G, rows_G), known=not unknown),
     )  # fmt: skip
 
 
@@ -240,6 +248,42 @@ def _dealt(plan: StepPlan, attempt: Attempt, known: bool) -> tuple[I64 | None, I
     dealt = np.empty((3, size), np.int64)
     dealt[:, places] = np.indices(places.shape)
     return dealt[0], dealt[1], dealt[2]
+
+
+def _computed(
+    plan: StepPlan, attempt: Attempt, seq_len: int, of_places: tuple[I64 | None, I64 | None, I64 | None], known: bool
+) -> Callable[[int], list[Stretches] | None]:
+    """See :attr:`StepRead.computed`; a micro-batch is dealt out when one of its rows is asked for."""
+    context, (ranks_G, micro_batches_G, rows_G) = attempt.context, of_places
+    if context is None or seq_len % context.unit or not (known or not attempt.document_mask):
+        return lambda place: None
+    if ranks_G is None or micro_batches_G is None or rows_G is None:
+        return lambda place: None
+
+    @lru_cache(maxsize=4)
+    def dealt(rank: int, micro_batch: int) -> NDArray[np.int64]:
+        """[ranks, B, l]: places in the micro-batch."""
+        mine = np.flatnonzero((ranks_G == rank) & (micro_batches_G == micro_batch))
+        starts = []
+        for row, place in enumerate(mine[np.argsort(rows_G[mine])].tolist()):
+            r = int(plan.rows_N[place])
+            own = plan.starts_M[plan.before_R[r] : plan.before_R[r] + plan.counts_R[r]]
+            own = own[own < seq_len] if attempt.document_mask else own[:1]
+            starts.append(own + row * seq_len)
+        cu_seqlens = np.append(np.concatenate(starts), len(mine) * seq_len)
+        places_ABa = deal(document_starts(cu_seqlens), seq_len, context)
+        return np.stack([tokens_of(own, places_ABa, context) for own in range(context.ranks)])
+
+    def computed(place: int) -> list[Stretches]:
+        places_RBl = dealt(int(ranks_G[place]), int(micro_batches_G[place]))
+        found = []
+        for positions in places_RBl[:, int(rows_G[place])] % seq_len:
+            cut = np.flatnonzero(np.diff(positions) != 1)
+            first, last = positions[np.append(0, cut + 1)], positions[np.append(cut, len(positions) - 1)]
+            found.append(list(zip(first.tolist(), (last + 1).tolist(), strict=True)))
+        return found
+
+    return computed
 
 
 def _purged(spans: Spans, attempt: Attempt, stream: Stream) -> Bools:

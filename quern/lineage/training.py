@@ -21,6 +21,7 @@ from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.lineage.attempts import Attempt, SeenCheckpoint, Stretch
 from quern.mixtures.order import Order
+from quern.parallel.planning.context import Context
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
     Manifest,
@@ -160,7 +161,7 @@ class TrainingRun:
                 order=entry["order"], stop=stop, ended=ended, line=line, skipped=np.array(skipped, np.int64),
                 paths=_texts(entry.get("paths")), versions=_numbers(entry.get("versions")),
                 dp=_positive(entry.get("dp")), micro_batch=_positive(entry.get("micro_batch")),
-                document_mask=self._document_mask(entry),
+                document_mask=self._document_mask(entry), context=Context.from_dict(entry.get("cp")),
             )  # fmt: skip
 
     def _document_mask(self, entry: Mapping[str, Any]) -> bool:

@@ -259,6 +259,7 @@ def _append(
         paths=_paths(corpus),
         dp=dp,
         micro_batch=config.micro_batch,
+        **({"cp": config.parallel.context.to_dict()} if config.parallel.cp > 1 else {}),
     )  # fmt: skip
     return mixture.order.to_dict(), mixture.source_map, step, data_step, tokens
 

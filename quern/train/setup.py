@@ -163,6 +163,7 @@ def layout_of(parallel: ParallelConfig, plan: MeshPlan, compute_dtype: torch.dty
     """The layout that a config's section ``parallel`` describes; ``settings``: the fields that other sections say."""
     same = {field.name for field in fields(Layout)} & ParallelConfig.model_fields.keys()
     own = {name: getattr(parallel, name) for name in same} | {"reshard_after_forward": parallel.resharding}
+    own["context"] = parallel.context
     return Layout(compute_dtype, plan, **own, **settings)
 
 

@@ -69,7 +69,20 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
     [
         (("modle.dim=3",), "modle: unknown key; did you mean 'model'?"),
         (("parallel.ep=2",), "ep: not available yet"),
-        (("parallel.cp_method=ring",), "parallel.cp_method: changes nothing without context parallelism"),
+        (("parallel.cp_method=ring",), "parallel: cp_method: changes nothing without context parallelism"),
+        (("parallel.ulysses=2",), "parallel: ulysses: changes nothing without context parallelism"),
+        (
+            ("parallel.cp=4", "parallel.cp_method=usp"),
+            "ulysses: expected a size between 1 and cp (4) that divides it with cp_method usp: 2; got null",
+        ),
+        (
+            ("parallel.cp=3", "parallel.cp_method=usp", "parallel.ulysses=3"),
+            "that divides it with cp_method usp: another cp_method, as there is none; got 3",
+        ),
+        (
+            ("parallel.cp=2", "parallel.cp_method=ring", "parallel.ulysses=2"),
+            "ulysses: is of cp_method usp; expected null with ring, got 2",
+        ),
         (("parallel.zero=2",), "zero: not available"),
         (("model.num_heads=3",), "num_heads: expected a divisor of dim (16)"),
         (("seq_len=3000",), "has 2444 tokens; seq_len 3000 needs 3001 or more"),

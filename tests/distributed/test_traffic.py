@@ -31,7 +31,7 @@ from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
 from quern.parallel.context import operator
 from quern.parallel.context.inputs import Sharing
-from quern.parallel.planning.context import Method
+from quern.parallel.planning.context import Context, Method
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import AXES, Mesh, MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES
@@ -94,7 +94,7 @@ class Case:
             activation_checkpointing_layers=self.recomputed, micro_batch=MICRO_BATCH, seq_len=self.seq_len,
             schedule=self.schedule, tp_pieces=self.pieces, stages_per_rank=self.stages_per_rank,
             float8=self.float8, float8_all_gather=self.float8 is not None, bf16_gradients=self.bf16_gradients,
-            cp_method=self.method, ulysses=self.ulysses,
+            context=Context(self.method, cp := self.plan.cp, self.ulysses or (cp if self.method == "ulysses" else 1)),
         )  # fmt: skip
 
     @property

@@ -52,15 +52,6 @@ def test_every_key_of_the_section_reaches_the_layout_or_the_mesh() -> None:
 
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     # ranks, parallel, model, task, what is said
-    (1, {"ulysses": 2}, {}, {},
-     "parallel.ulysses: changes nothing without context parallelism; expected cp > 1 too"),
-    (4, {"cp": 4, "cp_method": "usp"}, {}, {},
-     "parallel.ulysses: ranks that exchange heads with cp_method usp; expected 2 (a divisor of cp 4), got None"),
-    (3, {"cp": 3, "cp_method": "usp", "ulysses": 3}, {}, {},
-     "parallel.ulysses: ranks that exchange heads with cp_method usp; expected another cp_method, as no size divides "
-     "3, got 3"),
-    (2, {"cp": 2, "cp_method": "ring", "ulysses": 2}, {}, {},
-     "parallel.ulysses: is of cp_method usp; expected null with ring, got 2"),
     (8, {"cp": 8}, {}, {},
      "parallel.cp: 8 ranks exchange heads; expected a divisor of the 12 query heads that is a divisor or a multiple of "
      "the 4 key heads: 1, 2, 4 or 12; or cp_method allgather or ring"),

@@ -62,6 +62,8 @@ def _print(answer: Row, names: Mapping[str, str]) -> None:
         loss = "" if row["loss"] is None else f"  loss {row['loss']:.4f}"
         source = plain(names[row["source"]])
         print(f"\nsequence {row['place']}{who}  {source}, epoch {row['epoch']}, window {row['window']}{loss}")
+        for rank, stretches in enumerate(row["computed"] or ()):
+            print(f"  cp {rank} computed {', '.join(f'{first}–{stop - 1}' for first, stop in stretches)}")
         if row["data_run"] is None:
             print("  documents not known")
         for document in row["documents"]:

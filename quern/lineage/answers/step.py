@@ -74,7 +74,7 @@ def _sequences(read: StepRead, losses: Mapping[int, float | None]) -> Iterator[R
             "place": place,
             **{name: None if column is None else int(column[index]) for column, name in dealt},
             "source": read.identities[source], "epoch": int(read.epochs_G[index]),
-            "window": int(read.windows_G[index]), "loss": losses.get(place),
+            "window": int(read.windows_G[index]), "loss": losses.get(place), "computed": read.computed(place),
             "data_run": known[0].run if known else None,
             "documents": [
                 {

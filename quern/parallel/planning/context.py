@@ -16,9 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal
+from typing import Any, Literal, get_args
 
-__all__ = ["Context", "Method"]
+__all__ = ["RULE", "Context", "Method"]
+
+RULE = 1
+"""Of how tokens are dealt (:func:`quern.parallel.planning.segments.deal`): another number where equal documents are
+dealt otherwise."""
 
 Method = Literal["ulysses", "allgather", "usp", "ring"]
 
@@ -31,6 +35,20 @@ class Context:
     ranks: int = 1
     heads: int = 1
     """Ranks that exchange tokens for heads."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a ledger tells it, with the number of the rule by which tokens are dealt."""
+        return {"ranks": self.ranks, "method": self.method, "heads": self.heads, "rule": RULE}
+
+    @staticmethod
+    def from_dict(told: Any) -> Context | None:
+        """None where it is not told, or of another rule."""
+        if not isinstance(told, dict) or told.get("rule") != RULE or told.get("method") not in get_args(Method):
+            return None
+        ranks, heads = told.get("ranks"), told.get("heads")
+        if type(ranks) is not int or type(heads) is not int or not 0 < heads <= ranks or ranks % heads:
+            return None
+        return Context(told["method"], ranks, heads)
 
     @property
     def shards(self) -> int:

@@ -12,20 +12,9 @@ __all__ = ["check_context"]
 
 def check_context(shape: ModelShape, layout: Layout) -> None:
     """Raise :class:`InputError`: the key, what it is and what would fit."""
-    cp, method, given = layout.plan.cp, layout.cp_method, layout.ulysses
+    cp, method = layout.plan.cp, layout.context.method
     if cp == 1:
-        for name, default in (("cp_method", method == "ulysses"), ("ulysses", given is None)):
-            if not default:
-                raise InputError(f"parallel.{name}: changes nothing without context parallelism; expected cp > 1 too")
         return
-    within = [size for size in divisors(cp) if 1 < size < cp]
-    if method == "usp" and given not in within:
-        fits = f"{choices(within)} (a divisor of cp {cp})" if within else f"another cp_method, as no size divides {cp}"
-        raise InputError(
-            f"parallel.ulysses: ranks that exchange heads with cp_method usp; expected {fits}, got {given}"
-        )
-    if method != "usp" and given is not None:
-        raise InputError(f"parallel.ulysses: is of cp_method usp; expected null with {method}, got {given}")
     _heads(shape, layout)
     unit = layout.context.unit
     unit *= 1 if unit % (cp * layout.plan.tp) == 0 else layout.plan.tp
@@ -48,9 +37,9 @@ def _heads(shape: ModelShape, layout: Layout) -> None:
 
     if fits(ranks):
         return
-    name = "ulysses" if layout.cp_method == "usp" else "cp"
+    name = "ulysses" if layout.context.method == "usp" else "cp"
     of = "" if tp == 1 else f" of a rank of tp {tp}"
-    others = "allgather or ring" if layout.cp_method == "ulysses" else "allgather"
+    others = "allgather or ring" if layout.context.method == "ulysses" else "allgather"
     raise InputError(
         f"parallel.{name}: {ranks} ranks exchange heads; expected a divisor of the {query} query heads{of} that is a "
         f"divisor or a multiple of the {key} key heads: {choices([size for size in divisors(query) if fits(size)])}; "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quern.model.config import ModelShape
 from quern.model.float8.recipe import Recipe
-from quern.parallel.planning.context import Context, Method
+from quern.parallel.planning.context import Context
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
 
@@ -48,18 +48,11 @@ class Layout:
     """Of a pipeline; None = 1f1b."""
     stages_per_rank: int | None = None
     stage_layers: tuple[int, ...] | None = None
-    cp_method: Method = "ulysses"
-    ulysses: int | None = None
-    """Ranks of ``cp`` that exchange heads; None = as ``cp_method`` says."""
+    context: Context = field(default_factory=Context)
+    """How the ranks of ``cp`` share a sequence."""
     micro_batch: int = 1
     seq_len: int = 1
     """Sequences of a micro-batch and their tokens, which a pipeline's buffers and cuts go by."""
-
-    @property
-    def context(self) -> Context:
-        """How the ranks of ``cp`` share a sequence."""
-        heads = self.ulysses or (self.plan.cp if self.cp_method == "ulysses" else 1)
-        return Context(self.cp_method, self.plan.cp, heads)
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
-from quern.parallel.planning.context import Method
+from quern.parallel.planning.context import Context, Method
 from quern.parallel.planning.schedules import Schedule
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
 from quern.train.config.float8 import Float8Config
@@ -158,11 +158,32 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _available(self) -> Self:
+        self._sharing()
         if self.ep > 1:
             raise ValueError(f"ep: not available yet; expected 1, got {self.ep}")
         if self.zero is not None:
             raise ValueError("zero: not available; dp_shard with reshard_after_forward says the same")
         return self
+
+    def _sharing(self) -> None:
+        cp, method, given = self.cp, self.cp_method, self.ulysses
+        for name, usual in (("cp_method", method == "ulysses"), ("ulysses", given is None)):
+            if cp == 1 and not usual:
+                raise ValueError(f"{name}: changes nothing without context parallelism; expected cp > 1 too")
+        within = [size for size in range(2, cp) if cp % size == 0]
+        if method == "usp" and given not in within:
+            sizes = ", ".join(map(str, within)) or "another cp_method, as there is none"
+            raise ValueError(
+                f"ulysses: expected a size between 1 and cp ({cp}) that divides it with cp_method usp: {sizes}; got "
+                f"{'null' if given is None else given}"
+            )
+        if method != "usp" and given is not None:
+            raise ValueError(f"ulysses: is of cp_method usp; expected null with {method}, got {given}")
+
+    @property
+    def context(self) -> Context:
+        """How the ranks of ``cp`` share a sequence."""
+        return Context(self.cp_method, self.cp, self.ulysses or (self.cp if self.cp_method == "ulysses" else 1))
 
     @property
     def resharding(self) -> bool | int:
