@@ -25,7 +25,7 @@ from quern.lineage.windows import parts
 from quern.parallel.planning.segments import deal, document_starts, tokens_of
 from quern.train.batches.assignment import check_divides
 from quern.train.batches.boundaries import Documents
-from quern.train.batches.step_plan import StepPlan, assign, plan_step
+from quern.train.batches.step_plan import StepPlan, assign, cu_seqlens_of, plan_step
 
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun, Spans, Stream
@@ -264,13 +264,8 @@ def _computed(
     def dealt(rank: int, micro_batch: int) -> NDArray[np.int64]:
         """[ranks, B, l]: places in the micro-batch."""
         mine = np.flatnonzero((ranks_G == rank) & (micro_batches_G == micro_batch))
-        starts = []
-        for row, place in enumerate(mine[np.argsort(rows_G[mine])].tolist()):
-            r = int(plan.rows_N[place])
-            own = plan.starts_M[plan.before_R[r] : plan.before_R[r] + plan.counts_R[r]]
-            own = own[own < seq_len] if attempt.document_mask else own[:1]
-            starts.append(own + row * seq_len)
-        cu_seqlens = np.append(np.concatenate(starts), len(mine) * seq_len)
+        in_order = mine[np.argsort(rows_G[mine])]
+        cu_seqlens = cu_seqlens_of(plan, in_order, seq_len, attempt.document_mask)
         places_ABa = deal(document_starts(cu_seqlens), seq_len, context)
         return np.stack([tokens_of(own, places_ABa, context) for own in range(context.ranks)])
 

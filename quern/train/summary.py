@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quern.mixtures.order import Order
 from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
@@ -14,12 +15,23 @@ from quern.parallel.planning.stages import stage_costs, stage_parameters
 from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.batches.mixture import plan_mixture
+from quern.train.batches.sharing import shared_attention
 from quern.train.begin import ahead
 from quern.train.config import TrainConfig
 from quern.train.init_from import starting_checkpoint
 from quern.train.step.schedule import learning_rate
 
-__all__ = ["checkpoint_size", "communication", "float8", "layout", "pipeline", "state_memory", "step_of", "summarise"]
+__all__ = [
+    "checkpoint_size",
+    "communication",
+    "float8",
+    "layout",
+    "pipeline",
+    "sharing",
+    "state_memory",
+    "step_of",
+    "summarise",
+]
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
 #: mixed precision makes 16 (Rajbhandari et al. 2020, section 3.1); FP32 has no second copy of the weights.
@@ -41,8 +53,8 @@ def step_of(config: TrainConfig, shape: ModelShape, layout: Layout) -> Step:
 def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     """GiB of model state: of the whole model by the usual 16-byte count, and what one rank holds between steps.
 
-    ``sixteen_bytes_per_rank`` is an even share of ``dp_shard`` · ``tp`` · ``pp``. ``rank`` is what the rank that holds
-    the most really keeps: masters, both moments and the gradients as they stand between backward and update (in the
+    ``sixteen_bytes_per_rank`` is an even share of ``dp_shard`` · ``cp`` · ``tp`` · ``pp``. ``rank`` is what the rank
+    that holds the most really keeps: masters, both moments and the gradients as they stand between backward and update (in the
     master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and weights
     that ``tp`` does not split counted.
     Where weights are kept cast, 2 bytes for each are in it, the embedding's too, which is not kept.
@@ -55,7 +67,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
     return {
         "sixteen_bytes": 16 * parameters / gib,
-        "sixteen_bytes_per_rank": 16 * parameters / (plan.dp_shard * plan.tp * plan.pp) / gib,
+        "sixteen_bytes_per_rank": 16 * parameters / (plan.shards * plan.tp * plan.pp) / gib,
         "masters": master * parameters / gib,
         "moments": 2 * moment * parameters / gib,
         "gradients": step.gradient_bytes * parameters / gib,
@@ -123,6 +135,24 @@ def pipeline(step: Step) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def sharing(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout, order: Order) -> dict[str, Any] | None:
+    """How the ranks of ``cp`` share a sequence, the bytes of keys and values that one holds while a layer attends, and
+    how evenly attention falls on them (``work``; null where the data is assumed); null without ``cp``."""
+    context, plan, shape = laid.context, laid.plan, config.model.shape(corpus.vocab_size)
+    if plan.cp == 1:
+        return None
+    keys = max(shape.num_kv_heads // plan.tp, context.heads) / context.heads
+    held = 2 if context.ring else context.shards  # a ring's next keys come while these are used
+    tokens = config.micro_batch * laid.seq_len // context.shards
+    work = None
+    if isinstance(corpus, Corpus):
+        work = shared_attention(config, corpus, order, plan.dp_size, context)
+    return {
+        "method": context.method, "ranks": context.ranks, "heads": context.heads, "tokens": laid.tokens,
+        "key_bytes": int(2 * keys * shape.head_dim * tokens * held) * _COMPUTE[config.precision], "work": work,
+    }  # fmt: skip
+
+
 def communication(step: Step) -> list[dict[str, Any]]:
     """What a step sends, by place in the pipeline: of the first rank of all that are there, which sends the most."""
     found = []
@@ -173,6 +203,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "layout": layout(plan),
         "float8": float8(config, shape, plan),
         "pipeline": pipeline(step),
+        "sharing": sharing(config, corpus, laid, mixture.order),
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config),
         "checkpoint": checkpoint_size(step, config),

@@ -238,6 +238,8 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         _say(console, f"{said}{pipeline['bubble']:.1%} of it, {equal}")
         most = _gib(pipeline["buffers_gib"])
         _say(console, f"it receives in a buffer for every micro-batch: {most} on the rank that has the most")
+    if (sharing := summary["sharing"]) is not None:
+        _say_sharing(sharing, console)
     most = max(summary["communication"], key=lambda place: place["sent"])
     table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
     for row in most["rows"]:
@@ -249,6 +251,20 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
     _print_table(table, console)
     where = ", of the ranks that send the most: pp " + str(most["pp"]) if len(summary["communication"]) > 1 else ""
     _say(console, f"a step and a rank{where}; sent: by the ring's costs, scalars left out")
+
+
+def _say_sharing(sharing: dict[str, Any], console: Console) -> None:
+    heads = f", heads exchanged by {sharing['heads']}" if 1 < sharing["heads"] < sharing["ranks"] else ""
+    said = (
+        f"cp: {sharing['method']} over {counted(sharing['ranks'], 'rank')}{heads}; {sharing['tokens']:,} tokens a rank"
+    )
+    _say(console, f"{said}; keys and values of a layer in work: {_size(sharing['key_bytes'])}")
+    if (work := sharing["work"]) is not None and work["micro_batches"]:
+        of = f"of the first {work['micro_batches']:,} micro-batches"
+        _say(
+            console, f"attention {of}: the busiest rank of cp has {work['mean']:.3f} of the mean, at most "
+            f"{work['most']:.3f}",
+        )  # fmt: skip
 
 
 def _say(console: Console, text: str) -> None:

@@ -184,8 +184,8 @@ class Loader:
     def take(self, data_step: int) -> StepBatch:
         """The rank's share of a step; equal calls give equal arrays, on whatever thread and in whatever order."""
         began = time.perf_counter()
-        plan = self._plan(data_step)
-        places = self._assign(plan)[self._rank]
+        plan, places_WMB = self.plan(data_step)
+        places = places_WMB[self._rank]
         micro_batches: list[MicroBatch] = []
         for first in range(0, len(places), self._together):
             micro_batches += self._make(plan, places[first : first + self._together])
@@ -204,6 +204,12 @@ class Loader:
             prefetch.close()
 
     # ---- the plan
+
+    def plan(self, data_step: int) -> tuple[StepPlan, I64]:
+        """The plan of a step, and the places in its global batch that each rank computes: int64 [world, micro-batches,
+        micro_batch]."""
+        plan = self._plan(data_step)
+        return plan, self._assign(plan)
 
     def _samples(self, data_step: int) -> tuple[U64, U64, U64]:
         """(sources, epochs, windows) of a step, each uint64 [global batch]."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quern.train.batches.assignment import balance, round_robin
 from quern.train.batches.boundaries import Documents
 
-__all__ = ["StepPlan", "assign", "plan_step"]
+__all__ = ["StepPlan", "assign", "cu_seqlens_of", "plan_step"]
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -92,3 +92,14 @@ def assign(plan: StepPlan, world: int, micro_batch: int, document_mask: bool) ->
     if document_mask:
         return balance(plan.costs_R[plan.rows_N], world, micro_batch)
     return round_robin(len(plan.rows_N), world, micro_batch)
+
+
+def cu_seqlens_of(plan: StepPlan, places: I64, seq_len: int, document_mask: bool) -> I64:
+    """Where documents start in the windows at these places of the global batch, laid end to end, then their tokens: as
+    the loader gives it of a micro-batch."""
+    starts = []
+    for number, row in enumerate(plan.rows_N[places].tolist()):
+        own = plan.starts_M[plan.before_R[row] : plan.before_R[row] + plan.counts_R[row]]
+        own = own[own < seq_len] if document_mask else own[:1]
+        starts.append(own + number * seq_len)
+    return np.append(np.concatenate(starts), len(places) * seq_len)

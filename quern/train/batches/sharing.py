@@ -1,0 +1,59 @@
+"""Counts how evenly the ranks of ``cp`` share the attention of a run's first micro-batches, from boundaries alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quern.mixtures.order import Order
+from quern.parallel.planning.context import Context
+from quern.parallel.planning.segments import deal, document_starts, pairs_of_shards
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.loader import Loader
+from quern.train.batches.step_plan import cu_seqlens_of
+from quern.train.config import TrainConfig
+
+__all__ = ["imbalance", "shared_attention"]
+
+MICRO_BATCHES = 256
+"""That are looked at, at most."""
+
+
+def shared_attention(config: TrainConfig, corpus: Corpus, order: Order, dp_size: int, context: Context) -> Any:
+    """``micro_batches`` that were looked at, and over them the ``mean`` and the ``most`` of a rank's work in attention
+    relative to the mean of its ``cp`` ranks; a rank of ``cp`` waits for the busiest. Writes nothing that stays."""
+    if context.shards == 1:  # heads are all that is shared
+        return {"micro_batches": 0, "mean": 1.0, "most": 1.0}
+    with tempfile.TemporaryDirectory(prefix="quern-index-") as folder:
+        loader = Loader(
+            corpus, order, rank=0, world=dp_size, micro_batch=config.micro_batch, document_mask=config.document_mask,
+            boundaries=open_boundaries(corpus.readers, folder),
+        )  # fmt: skip
+        found = [imbalance(own, config.seq_len, context) for own in _first(loader, config)]
+        loader.close()
+    return {"micro_batches": len(found), "mean": float(np.mean(found)), "most": max(found)}
+
+
+def imbalance(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> float:
+    """The pairs of queries and keys of the shard that has most, relative to the mean of all. ``cu_seqlens``: where
+    documents start in the rows of a micro-batch laid end to end, then their tokens."""
+    starts = document_starts(cu_seqlens)
+    pairs_A = pairs_of_shards(deal(starts, seq_len, context), starts)
+    return float(pairs_A.max() / pairs_A.mean())
+
+
+def _first(loader: Loader, config: TrainConfig) -> Iterator[NDArray[np.int64]]:
+    """``cu_seqlens`` of the first micro-batches, of all data-parallel ranks."""
+    left = MICRO_BATCHES
+    for step in range(config.steps):
+        plan, places_WMB = loader.plan(step)
+        for places_B in places_WMB.reshape(-1, places_WMB.shape[2])[:left]:
+            yield cu_seqlens_of(plan, places_B, config.seq_len, config.document_mask)
+            left -= 1
+        if not left:
+            return
