@@ -54,10 +54,10 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     """GiB of model state: of the whole model by the usual 16-byte count, and what one rank holds between steps.
 
     ``sixteen_bytes_per_rank`` is an even share of ``dp_shard`` · ``cp`` · ``tp`` · ``pp``. ``rank`` is what the rank
-    that holds the most really keeps: masters, both moments and the gradients as they stand between backward and update (in the
-    master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and weights
-    that ``tp`` does not split counted.
-    Where weights are kept cast, 2 bytes for each are in it, the embedding's too, which is not kept.
+    that holds the most really keeps: masters, both moments and the gradients as they stand between backward and update
+    (in the master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and
+    weights that ``tp`` does not split counted. Where weights are kept cast, 2 bytes for each are in it, the embedding's
+    too, which is not kept.
     Gathered weights of the block in work and activations come on top.
     """
     parameters, plan = step.shape.num_parameters, step.plan

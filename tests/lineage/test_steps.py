@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quern.errors import InputError
 from quern.lineage.steps import losses_of, read_step
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
+from quern.parallel.context.inputs import Sharing
+from quern.parallel.planning.context import Context
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
+from quern.train.batches.feed import to_device
 from quern.train.batches.loader import IGNORE, Loader
 from quern.train.history.ledger import Ledger
 from support.lineage import histories as H
@@ -108,7 +112,8 @@ def test_a_source_that_is_gone_leaves_its_sequences(tmp_path: Path) -> None:
 class Trained:
     """A real data run and a ledger over it, with the loaders of its ranks."""
 
-    def __init__(self, folder: Path, world: int, micro_batch: int, mask: bool) -> None:
+    def __init__(self, folder: Path, world: int, micro_batch: int, mask: bool, context: Context | None = None) -> None:
+        folder.mkdir(exist_ok=True)
         self.data = folder / "data"
         runs.write_run(self.data, documents=300, files=2)
         names = [path.name for path in (self.data / "tokens").iterdir() if path.is_dir() and path.name[-4:] != ".val"]
@@ -122,6 +127,7 @@ class Trained:
             ledger.move(
                 "start", 0, 5, self.order, document_mask=mask, dp=world, micro_batch=micro_batch, paths=paths,
                 versions=dict(zip(self.corpus.ids, self.corpus.versions, strict=True)),
+                **({} if context is None else {"cp": context.to_dict()}),
             )  # fmt: skip
             ledger.append("end", step=12)
         boundaries = open_boundaries(self.corpus.readers, str(folder / "index"))
@@ -164,6 +170,33 @@ def test_ranks_rows_and_targets_are_those_the_loader_dealt(
                     learned += check_sequence(made, mine, int(place), inputs, targets)
             assert learned == sum(int((batch.targets_BL != IGNORE).sum()) for batch in dealt.micro_batches)
             assert set(mine.documents.sequences.tolist()) == set(expected)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("context", [Context("ring", 4, 1), Context("usp", 4, 2), Context("ulysses", 2, 2)])
+def test_positions_of_cp_are_those_that_each_rank_was_given(tmp_path: Path, context: Context, mask: bool) -> None:
+    made = Trained(tmp_path, 2, 3, mask, context)
+    read = read_step(made.run, 1)
+    seen = 0
+    for loader in made.loaders:
+        for batch in loader.take(6).micro_batches:
+            for rank in range(context.ranks):
+                given = to_device(batch, torch.device("cpu"), document_mask=mask, sharing=Sharing(context, rank, 32))
+                for row, place in enumerate(batch.indices.tolist()):
+                    computed = read.computed(place)
+                    assert computed is not None
+                    told = [position for start, stop in computed[rank] for position in range(start, stop)]
+                    assert given.tokens_BL[row].tolist() == batch.tokens_BL[row][told].tolist()
+                    assert given.documents.positions_BR[row].tolist() == told  # type: ignore[union-attr]
+                    seen += len(told)
+    assert seen == 24 * 32
+    assert read_step(Trained(tmp_path / "plain", 2, 3, mask).run, 1).computed(0) is None
+
+
+def test_a_ledger_of_another_rule_tells_no_positions(tmp_path: Path) -> None:
+    for told in ({**Context("ring", 2, 1).to_dict(), "rule": 99}, {"ranks": 2}, "ring", {"ranks": 4, "heads": 3}):
+        assert Context.from_dict(told) is None
+    assert Context.from_dict(Context("usp", 8, 4).to_dict()) == Context("usp", 8, 4)
 
 
 def check_sequence(made: Trained, read: Any, place: int, inputs: np.ndarray, targets: np.ndarray) -> int:
