@@ -93,6 +93,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             shard(
                 part, mesh.fsdp, compute_dtype=layout.compute_dtype,
                 reshard_after_forward=layout.reshard_after_forward, bf16_gradients=layout.bf16_gradients,
+                scatter_once=layout.zero == 1,
             )  # fmt: skip
         materialise(part, device)  # after sharding: no rank ever holds the whole model
         if layout.bf16_gradients:

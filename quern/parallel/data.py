@@ -22,7 +22,7 @@ __all__ = ["accumulation", "gradients_in_bf16", "materialise", "replicate", "sha
 
 def shard(
     model: Transformer, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int,
-    bf16_gradients: bool = False,
+    bf16_gradients: bool = False, scatter_once: bool = False,
 ) -> nn.Module:  # fmt: skip
     """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard), in place.
 
@@ -32,7 +32,7 @@ def shard(
 
     Weights are gathered in ``compute_dtype``; gradients are summed in at least float32, or in BF16. A number for
     ``reshard_after_forward`` below the shards needs a ``mesh`` of all ranks: torch makes further groups out of it,
-    collectively.
+    collectively. ``scatter_once``: see :func:`accumulation`.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
@@ -49,6 +49,7 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a factor of 1 becomes PREMUL_SUM, which gloo lacks
     model.gathered_between_micro_batches = reshard_after_forward is False  # type: ignore[assignment]
+    model.scattered_once = scatter_once  # type: ignore[assignment]
     return model
 
 
@@ -93,8 +94,9 @@ def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch; ``last`` of the step's. The same for every layout.
 
     DDP sums over ranks once, with the last micro-batch. FSDP2 reduce-scatters each one, so that only a shard of
-    gradients is kept between them; HSDP's sum over replicas waits for the last. Weights that are kept gathered from
-    forward to backward are kept until the last backward too.
+    gradients is kept between them, or, where they are to be scattered once, the last alone, and adds up whole ones
+    before, in the dtype in which they are reduced. HSDP's sum over replicas waits for the last in either case. Weights
+    that are kept gathered from forward to backward are kept until the last backward too.
     """
     if isinstance(model, DistributedDataParallel):
         with contextlib.nullcontext() if last else model.no_sync():
@@ -102,7 +104,7 @@ def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
         return
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
-        model.set_requires_all_reduce(last)
+        (model.set_requires_gradient_sync if model.scattered_once else model.set_requires_all_reduce)(last)
         if model.gathered_between_micro_batches:
             model.set_reshard_after_backward(last)
     yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from quern.mixtures.order import Order
@@ -9,6 +10,7 @@ from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.float8 import LAYERS, fitting
+from quern.parallel.planning.held import held
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import stage_costs, stage_parameters
@@ -25,6 +27,7 @@ __all__ = [
     "checkpoint_size",
     "communication",
     "float8",
+    "held_bytes",
     "layout",
     "pipeline",
     "sharing",
@@ -58,7 +61,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     (in the master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and
     weights that ``tp`` does not split counted. Where weights are kept cast, 2 bytes for each are in it, the embedding's
     too, which is not kept.
-    Gathered weights of the block in work and activations come on top.
+    Gathered weights (:func:`held_bytes`) and activations come on top.
     """
     parameters, plan = step.shape.num_parameters, step.plan
     master, copy = _MASTER[config.precision], _COMPUTE_COPY[config.precision]
@@ -74,6 +77,13 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
         "compute_copy": copy * parameters / gib,
         "rank": (master + 2 * moment + step.gradient_bytes + kept) * most / gib,
     }
+
+
+def held_bytes(step: Step, config: TrainConfig) -> dict[str, int]:
+    """The same by component, and what FSDP2 holds whole for a part of a step: the fields of
+    :class:`quern.parallel.planning.held.Held`, each of the rank that has the most of it."""
+    ranks = [asdict(held(step, _moment_bytes(config), rank)) for rank in _first_of_each_pipeline_rank(step.plan)]
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def _moment_bytes(config: TrainConfig) -> int:
@@ -206,6 +216,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "sharing": sharing(config, corpus, laid, mixture.order),
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config),
+        "held_bytes": held_bytes(step, config),
         "checkpoint": checkpoint_size(step, config),
         "flops_per_token": {
             "full": shape.flops_per_token(config.seq_len, causal=False),

@@ -83,7 +83,16 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
             ("parallel.cp=2", "parallel.cp_method=ring", "parallel.ulysses=2"),
             "ulysses: is of cp_method usp; expected null with ring, got 2",
         ),
-        (("parallel.zero=2",), "zero: not available"),
+        (
+            ("parallel.zero=2", "parallel.reshard_after_forward=true"),
+            "zero: expected null with reshard_after_forward, got 2; 3 alone is true, 2 and 1 are false",
+        ),
+        (
+            ("parallel.zero=3", "parallel.pp=2"),
+            "zero: a pipeline keeps gradients whole until its last micro-batch, which is 1; expected 1 with pp 2, or "
+            "null, where reshard_after_forward says whether it keeps weights too, got 3",
+        ),
+        (("parallel.zero=1",), "parallel.zero: changes nothing where FSDP2 shards no weights"),
         (("model.num_heads=3",), "num_heads: expected a divisor of dim (16)"),
         (("seq_len=3000",), "has 2444 tokens; seq_len 3000 needs 3001 or more"),
         (
@@ -332,3 +341,22 @@ def test_a_dry_run_counts_moments_and_gradients_in_bf16(config: Path, capfd: pyt
     assert memory["moments"] == memory["masters"] == 4 * total / 2**30
     assert memory["gradients"] == 2 * total / 2**30
     assert (before["checkpoint"]["bytes"], after["checkpoint"]["bytes"]) == (12 * total, 8 * total)
+
+
+def test_a_dry_run_tells_the_stages_of_zero_apart(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 micro-batches: what is gathered and until when, what stays whole, and how often gradients are scattered."""
+    held, calls = [], []
+    keys = "global_batch=16", "micro_batch=1", "precision=bf16", "model.num_layers=3", "--nproc", 2
+    for zero in (1, 2, 3):
+        told = planned(config, monkeypatch, f"parallel.zero={zero}", *keys)
+        row = re.search(r"^FSDP2 holds +(.*)$", told, re.MULTILINE)
+        scatter = re.search(r"^dp_shard +sum gradients +reduce-scatter +2 +(\d+) ", told, re.MULTILINE)
+        assert row is not None
+        assert scatter is not None
+        held.append(row[1])
+        calls.append(int(scatter[1]))
+    assert calls == [4, 8 * 4, 8 * 4]  # three blocks, and the tied ends
+    assert ["a step's last backward" in text for text in held] == [True, True, False]
+    assert ["gradients whole until they are scattered" in text for text in held] == [True, False, False]
+    assert ["gradients scattered each micro-batch" in text for text in held] == [False, True, True]
+    assert "FSDP2 holds" not in planned(config, monkeypatch)

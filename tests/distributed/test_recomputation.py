@@ -36,6 +36,7 @@ QUIET: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "DDP": ({"dp_replicate": 2, "dp_shard": 1}, {"precision": "bf16"}),
     "FSDP": ({"dp_shard": 2}, {"micro_batch": 2}),
     "HSDP": ({"dp_replicate": 2, "dp_shard": 2}, {"micro_batch": 1, "precision": "bf16"}),
+    "FSDP, scattered once": ({"dp_shard": 2, "zero": 1}, {"micro_batch": 2}),
     "TP": ({"dp_shard": 1, "tp": 2}, {"precision": "fp16"}),
 }
 
@@ -46,7 +47,7 @@ def test_a_run_without_a_fault_raises_no_alarm_and_keeps_every_bit(
     kept_ranks: Any, paths: list[str], tmp_path: Path, name: str
 ) -> None:
     parallel, changes = QUIET[name]
-    world = math.prod(parallel.values())
+    world = math.prod(size for key, size in parallel.items() if key != "zero")
     on, off = (
         kept_ranks(CASE.life, world, str(tmp_path / key), paths, {"parallel": parallel, **changes, **own})[0]
         for key, own in {"on": EVERY, "off": {}}.items()
@@ -75,6 +76,9 @@ FAULTS: dict[str, tuple[dict[str, int], Fault, list[int], bool, list[list[int]]]
     "FSDP, persistent": (
         {"dp_shard": 3}, Fault(2, W1, "gradient", 3, 12, STEP, None), [2], True, [[1, 2], [2, 0]],
     ),
+    "FSDP scattered once, first computation": (
+        {"dp_shard": 3, "zero": 1}, Fault(1, W1, "gradient", 5, 0, STEP, 1), [1], True, [[1, 2]],
+    ),
     "HSDP, persistent": (
         {"dp_replicate": 2, "dp_shard": 2}, Fault(2, NORM, "gradient", 3, 31, STEP, None), [2], True, [[1, 2], [2, 3]],
     ),
@@ -91,7 +95,7 @@ def test_a_flip_in_a_checked_step_is_found_and_its_rank_named(
     kept_ranks: Any, paths: list[str], tmp_path: Path, name: str
 ) -> None:
     parallel, fault, ranks, sure, pairs = FAULTS[name]
-    world = math.prod(parallel.values())
+    world = math.prod(size for key, size in parallel.items() if key != "zero")
     dp_size = world // parallel.get("tp", 1)
     changes = {"parallel": parallel, "global_batch": 4 * dp_size, "micro_batch": 2, **EVERY}
     told = kept_ranks(CASE.life, world, str(tmp_path / "run"), paths, changes, fault)

@@ -44,6 +44,7 @@ MICRO_BATCH = 2
 class Case:
     plan: MeshPlan
     reshard: bool | int = True
+    zero: int | None = None
     activation: str = "none"
     recomputed: int | None = None
     micro_batches: int = 3
@@ -65,7 +66,7 @@ class Case:
     mask: bool = False
 
     def __str__(self) -> str:
-        said = f"{self.plan} reshard {self.reshard} AC {self.activation} x{self.micro_batches}"
+        said = f"{self.plan} reshard {self.reshard} zero {self.zero} AC {self.activation} x{self.micro_batches}"
         said += f" {self.method}" if self.plan.cp > 1 else ""
         return said + (f" {self.schedule}" if self.plan.pp > 1 else "") + (" tied" if self.tied else "")
 
@@ -90,7 +91,8 @@ class Case:
     @property
     def layout(self) -> Layout:
         return Layout(
-            self.dtype, self.plan, reshard_after_forward=self.reshard, activation_checkpointing=self.activation,
+            self.dtype, self.plan, reshard_after_forward=self.reshard, zero=self.zero,
+            activation_checkpointing=self.activation,
             activation_checkpointing_layers=self.recomputed, micro_batch=MICRO_BATCH, seq_len=self.seq_len,
             schedule=self.schedule, tp_pieces=self.pieces, stages_per_rank=self.stages_per_rank,
             float8=self.float8, float8_all_gather=self.float8 is not None, bf16_gradients=self.bf16_gradients,
@@ -242,7 +244,7 @@ def test_two_ranks(run_ranks: Any) -> None:
         Case(TWO, reshard=False), replace(tp, kv_heads=1), replace(tp, activation="selective", dtype=torch.bfloat16),
         replace(tp, activation="full", recomputed=2, pieces=2), replace(tp, activation="selective", pieces=4),
         replace(tp, kv_heads=1, dtype=torch.bfloat16, bf16_gradients=True),
-        Case(TWO, dtype=torch.bfloat16, bf16_gradients=True),
+        Case(TWO, dtype=torch.bfloat16, bf16_gradients=True), Case(TWO, False, 1, dtype=torch.bfloat16),
         Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
     ])  # fmt: skip
 
@@ -285,7 +287,8 @@ def test_two_ranks_in_every_way(run_ranks: Any) -> None:
 def test_four_ranks(run_ranks: Any) -> None:
     cases = [Case(plan, reshard) for plan in (MeshPlan(dp_shard=4), MeshPlan(2, 2)) for reshard in (True, False, 2)]
     cases += [Case(MeshPlan(dp_shard=4), reshard=4), Case(MeshPlan(2, 2), dtype=torch.bfloat16)]
-    cases += [Case(MeshPlan(dp_replicate=4), wide=True)]
+    cases += [Case(MeshPlan(dp_replicate=4), wide=True), Case(MeshPlan(2, 2), False, 1, dtype=torch.bfloat16)]
+    cases += [Case(MeshPlan(tp=2, dp_shard=2), False, 1, kv_heads=2, bf16_gradients=True, dtype=torch.bfloat16)]
     cases += [Case(MeshPlan(tp=2, dp_shard=2), how, kv_heads=2, activation="full") for how in (True, False, 2)]
     cases += [Case(MeshPlan(tp=2, dp_replicate=2), kv_heads=1), Case(MeshPlan(tp=4), kv_heads=2, tied=True)]
     compare(run_ranks, cases)
@@ -295,7 +298,7 @@ def test_four_ranks(run_ranks: Any) -> None:
 def test_pipelines_of_four_ranks(run_ranks: Any) -> None:
     fsdp = Case(MeshPlan(pp=2, dp_shard=2), reshard=False, micro_batches=4, layers=5, tied=True)
     cases = [replace(fsdp, reshard=how, schedule=name) for how in (True, 2) for name in ("1f1b", "interleaved_1f1b")]
-    cases += [replace(fsdp, schedule=name) for name in SCHEDULES]
+    cases += [replace(fsdp, schedule=name, zero=how) for name in SCHEDULES for how in (None, 1)]
     # four stages a rank: torch keeps the weights of three, and gathers again
     cases += [replace(fsdp, schedule=name, layers=9, stages_per_rank=4) for name in MULTI[:3]]
     cases += [replace(fsdp, plan=MeshPlan(pp=2, dp_replicate=2)), replace(fsdp, plan=MeshPlan(pp=4))]
@@ -322,6 +325,7 @@ def test_weights_gathered_in_fp8(run_ranks: Any) -> None:
         block,
         replace(block, plan=MeshPlan(dp_shard=2, tp=2), float8=Recipe("tensorwise"), activation="full"),
         replace(block, plan=MeshPlan(dp_shard=2, tp=2), kv_heads=2, reshard=False),
+        replace(block, reshard=False, zero=1),
         replace(block, plan=MeshPlan(pp=2, dp_shard=2), reshard=False, layers=4, micro_batches=4,
                 schedule="zbv_zero_bubble"),
     ]  # fmt: skip

@@ -39,7 +39,7 @@ def test_every_key_of_the_section_reaches_the_layout_or_the_mesh() -> None:
     other = {"dp_shard": 4, "reshard_after_forward": 2, "schedule": "zbv_zero_bubble", "stages_per_rank": 3,
              "stage_layers": (1, 2), "nvlink_domain": 4, "cp_method": "ring"}  # fmt: skip
     for name, field in ParallelConfig.model_fields.items():
-        if name in ("ep", "zero"):  # their one value
+        if name == "ep":  # its one value
             continue
         usual = ParallelConfig(dp_shard=2)
         value = other.get(name, not field.default if isinstance(field.default, bool) else 2)
@@ -107,6 +107,10 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     (2, {"tp": 2}, {}, {"compile_backend": "inductor", "activation_checkpointing": "full"},
      "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; expected "
      "none or selective, or compile.enabled=false"),
+    (2, {"dp_replicate": 2, "zero": 1}, {}, {},
+     "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard > 1 with it, or null"),
+    (4, {"dp_replicate": 2, "tp": 2, "zero": 3}, {}, {},
+     "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard > 1 with it, or null"),
     (2, {"schedule": "1f1b"}, {}, {},
      "parallel.schedule: changes nothing without a pipeline; expected pp > 1 with it, or null"),
     (2, {"stages_per_rank": 2}, {}, {},

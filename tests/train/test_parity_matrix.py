@@ -91,7 +91,8 @@ def test_every_case_passes_the_trainers_own_checks(tmp_path: Path) -> None:
 def test_a_layout_is_what_its_name_says() -> None:
     for name, layout in LAYOUTS.items():
         keep = name.endswith("keep")
-        sizes, used = {"ddp": 1, "fsdp": 1, "tp": 1, "pp": 1}, name.removesuffix("keep").removesuffix("by2")
+        used, _, zero = name.partition("zero")
+        sizes, used = {"ddp": 1, "fsdp": 1, "tp": 1, "pp": 1}, used.removesuffix("keep").removesuffix("by2")
         for axes in re.findall(r"[a-z]+[\dx]+", used):
             axis, size = re.fullmatch(r"([a-z]+)([\dx]+)", axes).groups()  # type: ignore[union-attr]
             if axis == "hsdp":
@@ -100,6 +101,7 @@ def test_a_layout_is_what_its_name_says() -> None:
                 sizes[axis] = int(size)
         assert (layout.replicate, layout.shard, layout.tp, layout.pp) == tuple(sizes.values()), name
         assert layout.reshard is (False if keep else None) or name == "fsdp4by2", name
+        assert layout.zero == (int(zero) if zero else None), name
         assert layout.grouped == (name != "alone")
 
 

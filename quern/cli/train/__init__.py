@@ -194,8 +194,11 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
           for row in order["sources"]),
         ("learning rate", f"{rate['peak']:.4g}, {config.schedule.kind}; {rate['last_step']:.4g} in the last step"),
         ("order", "that of the data, which is assumed" if summary["corpus"]["fingerprint"] is None else order["order"]),
-        ("left out", "activations, gathered weights and what the allocator keeps: quern bench measures peak memory"),
+        ("left out", "activations, a gathered block and what the allocator keeps: quern bench measures peak memory"),
     ]  # fmt: skip
+    if summary["held_bytes"]["gathered"]:
+        place = next(number for number, (name, _) in enumerate(rows) if name == "a checkpoint")
+        rows.insert(place, ("FSDP2 holds", _held(config.parallel.resharding, **summary["held_bytes"])))
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
         by = " by torchao" if fp8["implementation"] == "torchao" else ""
@@ -205,6 +208,15 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         _say(console, f"{name:<14} {text}")
     if layout["ranks"] > 1:
         _print_layout(summary, console)
+
+
+def _held(resharding: bool | int, gathered: int, whole_gradients: int, **shares: int) -> str:
+    own = ", ".join(f"{name} {size(number)}" for name, number in shares.items())
+    until = "a step's last" if resharding is False else "its"
+    whole = (
+        f"whole until they are scattered, {size(whole_gradients)}" if whole_gradients else "scattered each micro-batch"
+    )
+    return f"a rank's {own}; weights gathered from forward to {until} backward, {size(gathered)}; gradients {whole}"
 
 
 def _goes_on(config: TrainConfig, ahead: dict[str, Any]) -> str:

@@ -81,6 +81,10 @@ def _in_vain(layout: Layout, task: Task) -> None:
                 raise InputError(
                     f"parallel.{name}: changes nothing without a pipeline; expected pp > 1 with it, or null"
                 )
+    if layout.zero is not None and layout.plan.shards == 1:
+        raise InputError(
+            "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard or cp > 1 with it, or null"
+        )
     if layout.async_tp and layout.compile_backend is None:
         raise InputError("parallel.async_tp: is a pass of torch.compile; expected compile.enabled=true with it")
     if layout.async_tp and not task.cuda:

@@ -24,6 +24,8 @@ class Layout:
     compute_dtype: torch.dtype
     plan: MeshPlan = field(default_factory=MeshPlan)
     reshard_after_forward: bool | int = True
+    zero: int | None = None
+    """1: gradients stay whole until a step's last micro-batch; all else is in ``reshard_after_forward``."""
     activation_checkpointing: str = "none"
     activation_checkpointing_layers: int | None = None
     """Of each stage the first so many blocks recompute; None = all."""

@@ -26,7 +26,7 @@ from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.weights import Weight, block_weights, end_weights
 
-__all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "traffic"]
+__all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "float8_gathers", "traffic"]
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -286,7 +286,7 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     ranks = plan.shards
     calls, payloads = {ranks: 0}, {ranks: 0}
     scatters = scattered = copies = copied = 0
-    smaller, scales = _float8(step)
+    smaller, scales = float8_gathers(step)
     for stage in stages:
         ends = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
         # each block is a unit of its own, and so are the ends, which are gathered once and kept: the embedding, and
@@ -303,7 +303,8 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
             for over in gathered(stage.work, reshard, ranks):
                 calls[over] = calls.get(over, 0) + count
                 payloads[over] = payloads.get(over, 0) + sent
-            times = step.num_micro_batches if plan.pp == 1 else 1  # a pipeline keeps whole gradients until its last
+            # a pipeline keeps whole gradients until its last
+            times = step.num_micro_batches if plan.pp == 1 and step.layout.zero != 1 else 1
             scatters, scattered = scatters + count * times, scattered + size * times * step.gradient_bytes
             copies, copied = copies + count, copied + size // ranks * step.gradient_bytes
     for over in calls:
@@ -314,7 +315,7 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, copies, copied)
 
 
-def _float8(step: Step) -> tuple[int, int]:
+def float8_gathers(step: Step) -> tuple[int, int]:
     """Of a block: the bytes by which its gather is smaller where weights travel in FP8, and the number of scales."""
     if step.layout.float8 is None or not step.layout.float8_all_gather:
         return 0, 0

@@ -154,15 +154,24 @@ class ParallelConfig(Section):
     ep: Count = 1
     """[ranks] Expert parallelism; not available, 1 is the only value."""
     zero: Literal[1, 2, 3] | None = None
-    """Not available; use ``dp_shard`` with ``reshard_after_forward``. Null is the only value."""
+    """How FSDP2 shards, by ZeRO's stages, in place of ``reshard_after_forward``: 3 is true, 2 is false, and 1 is false
+    with gradients that stay whole until a step's last micro-batch and are scattered once. In a pipeline, which keeps
+    them whole anyway, 1 alone. Null = as ``reshard_after_forward`` says. Example: 1"""
 
     @model_validator(mode="after")
     def _available(self) -> Self:
         self._sharing()
         if self.ep > 1:
             raise ValueError(f"ep: not available yet; expected 1, got {self.ep}")
-        if self.zero is not None:
-            raise ValueError("zero: not available; dp_shard with reshard_after_forward says the same")
+        if self.zero is not None and self.reshard_after_forward is not None:
+            raise ValueError(
+                f"zero: expected null with reshard_after_forward, got {self.zero}; 3 alone is true, 2 and 1 are false"
+            )
+        if self.zero in (2, 3) and self.pp > 1:
+            raise ValueError(
+                f"zero: a pipeline keeps gradients whole until its last micro-batch, which is 1; expected 1 with pp "
+                f"{self.pp}, or null, where reshard_after_forward says whether it keeps weights too, got {self.zero}"
+            )
         return self
 
     def _sharing(self) -> None:
@@ -187,7 +196,9 @@ class ParallelConfig(Section):
 
     @property
     def resharding(self) -> bool | int:
-        """``reshard_after_forward`` with null resolved."""
+        """``reshard_after_forward`` with null resolved, and ``zero``."""
+        if self.zero is not None:
+            return self.zero == 3
         return self.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
 

@@ -40,6 +40,8 @@ class Layout:
     pp: int = 1
     reshard: bool | int | None = None
     """Null: true, and false in a pipeline."""
+    zero: int | None = None
+    """In place of it."""
     grouped: bool = True
     """Whether there is a process group."""
     cp: int = 1
@@ -82,6 +84,9 @@ LAYOUTS = {
     "ddp4": Layout(replicate=4),
     "fsdp2": Layout(shard=2),
     "fsdp2keep": Layout(shard=2, reshard=False),
+    "fsdp2zero1": Layout(shard=2, zero=1),
+    "fsdp2zero2": Layout(shard=2, zero=2),
+    "fsdp2zero3": Layout(shard=2, zero=3),
     "fsdp3": Layout(shard=3),
     "fsdp4": Layout(shard=4),
     "fsdp4keep": Layout(shard=4, reshard=False),
@@ -90,11 +95,13 @@ LAYOUTS = {
     "fsdp7": Layout(shard=7),
     "hsdp2x2": Layout(2, 2),
     "hsdp2x2keep": Layout(2, 2, reshard=False),
+    "hsdp2x2zero1": Layout(2, 2, zero=1),
     "hsdp3x2": Layout(3, 2),
     "tp2": Layout(tp=2),
     "tp4": Layout(tp=4),
     "fsdp2tp2": Layout(shard=2, tp=2),
     "fsdp2tp2keep": Layout(shard=2, tp=2, reshard=False),
+    "fsdp2tp2zero1": Layout(shard=2, tp=2, zero=1),
     "fsdp3tp2": Layout(shard=3, tp=2),
     "ddp2tp2": Layout(replicate=2, tp=2),
     "hsdp2x2tp2": Layout(2, 2, tp=2),
@@ -386,7 +393,9 @@ def quick() -> list[Case]:
     of the other factors together: each at least once."""
 
     def seen(case: Case) -> Iterable[Hashable]:
-        yield case.layout
+        yield (
+            case.layout if case.more or case.on.zero is None else None
+        )  # which differ in what is between micro-batches
         yield case.schedule, case.on.pp if case.on.tp == case.on.dp == 1 else None
         yield case.schedule, case.more
         yield from pairs(case, [name for name in FACTORS if name not in ("layout", "schedule")])

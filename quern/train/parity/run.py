@@ -100,8 +100,8 @@ def case_config(case: Case, data: str, run_dir: str, device: str = "cpu") -> Tra
     layout = case.on
     parallel: dict[str, Any] = {
         "dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tp, "pp": layout.pp,
-        "reshard_after_forward": layout.reshard, "tp_pieces": case.pieces, "cp": layout.cp,
-        "cp_method": layout.method, "ulysses": layout.heads,
+        "reshard_after_forward": layout.reshard, "zero": layout.zero, "tp_pieces": case.pieces,
+        "cp": layout.cp, "cp_method": layout.method, "ulysses": layout.heads,
     }  # fmt: skip
     if case.schedule is not None:
         parallel["schedule"] = case.schedule

@@ -96,6 +96,9 @@ class Recomputation:
             if not left:
                 self._first = {_LOSS: self._digest(loss_sum)}
                 self._before = [total.clone() for _, total in self._totals]
+                for own in (own for _, owned in self._units for _, own in owned):
+                    if (whole := own._unsharded_param.grad) is not None:  # of micro-batches before: FSDP2 adds them up
+                        own.unsharded_accumulated_grad, own._unsharded_param.grad = whole, None
                 self._hooks.enter_context(self._gradients(self._first, keep=True))
             return weigh(loss_sum)
 
