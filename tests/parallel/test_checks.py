@@ -108,9 +108,9 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; expected "
      "none or selective, or compile.enabled=false"),
     (2, {"dp_replicate": 2, "zero": 1}, {}, {},
-     "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard > 1 with it, or null"),
+     "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard or cp > 1 with it, or null"),
     (4, {"dp_replicate": 2, "tp": 2, "zero": 3}, {}, {},
-     "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard > 1 with it, or null"),
+     "parallel.zero: changes nothing where FSDP2 shards no weights; expected dp_shard or cp > 1 with it, or null"),
     (2, {"schedule": "1f1b"}, {}, {},
      "parallel.schedule: changes nothing without a pipeline; expected pp > 1 with it, or null"),
     (2, {"stages_per_rank": 2}, {}, {},
