@@ -169,6 +169,8 @@ class Transformer(nn.Module):
         """Set by a layout that keeps the output projection's weight for the loss."""
         self.before_forward: Callable[[], None] | None = None
         """Set by a layout that keeps weights."""
+        self.before_use: Callable[[nn.Module], None] | None = None
+        """Set by a layout whose weights may still be on their way: given each block, and the last norm."""
         # from_pretrained, because nn.Embedding's own constructor draws from the global random state
         embed = nn.Embedding.from_pretrained(torch.empty(shape.padded_vocab_size, shape.dim), freeze=False)
         self.embed: nn.Embedding | None = embed
@@ -199,9 +201,13 @@ class Transformer(nn.Module):
         x_BLD = self.embed_tokens(tokens_BL) if hidden_BLD is None else hidden_BLD
         turn, mask = self.rotation_and_mask(tokens_BL, x_BLD, positions_BL, documents)
         for block in self.blocks.values():
+            if self.before_use is not None:
+                self.before_use(block)
             x_BLD = block(x_BLD, turn, mask)
         if self.norm is None:
             return x_BLD
+        if self.before_use is not None:
+            self.before_use(self.norm)
         x_BLD = self.norm(x_BLD)
         return self.logits(x_BLD) if targets_BL is None else self.loss(x_BLD, targets_BL)
 

@@ -18,6 +18,7 @@ from quern.parallel.context.attention import share_sequence
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
+from quern.parallel.host_masters import HostMasters, cast_weights, gradients_in
 from quern.parallel.kept_weights import KeptWeights
 from quern.parallel.pipeline import Pipeline, local_view, my_stages
 from quern.parallel.planning.float8 import layers_in_float8, use_float8
@@ -43,6 +44,13 @@ class Parallel:
     """To be rolled after each step; None without delayed scaling."""
     kept: Sequence[KeptWeights] = ()
     """Of each part, what is kept of its weights; nothing where :meth:`Layout.keeps_weights` says no."""
+    masters: HostMasters | None = None
+    """None where weights are their own masters."""
+
+    @property
+    def weights(self) -> Transformer:
+        """The model whose parameters are the masters: what an optimizer updates, and a checkpoint holds."""
+        return self.model if self.masters is None else self.masters.model
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Context for forwards outside of a step, as in validation."""
@@ -69,6 +77,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         float8 = Torchao.of(float8)
     if float8 is not None and float8.delayed:
         amaxes = Amaxes(layers_in_float8(model.shape, mesh.plan.tp, float8), device)
+    master = next(model.parameters()).dtype
+    cast = layout.host_state and layout.compute_dtype != master
     stages = my_stages(model.shape, mesh, layout)
     # first: the rest is local
     parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]
@@ -89,6 +99,10 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             for block in blocks:
                 block.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs
             part.loss_compiler = layout.compile_backend
+        if cast:
+            cast_weights(
+                part, layout.compute_dtype, sharded=mesh.fsdp is not None, head=layout.adds_gradients(mesh.plan)
+            )
         if mesh.fsdp is not None:  # owns the parameters from here on: whatever changes modules comes before
             shard(
                 part, mesh.fsdp, compute_dtype=layout.compute_dtype,
@@ -98,16 +112,22 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         materialise(part, device)  # after sharding: no rank ever holds the whole model
         if layout.bf16_gradients:
             gradients_in_bf16(part)  # of the tensors that are trained
+        elif cast:
+            gradients_in(part, master)
         if layout.keeps_weights(mesh.plan):
             adds = layout.adds_gradients(mesh.plan)
-            kept.append(KeptWeights(part, layout.compute_dtype, add_gradients=adds, compiler=layout.compile_backend))
+            compiler = layout.compile_backend
+            kept.append(KeptWeights(part, layout.compute_dtype, add_gradients=adds, compiler=compiler, cast=cast))
         wrapped.append(part if mesh.ddp is None else replicate(part, mesh.ddp))  # last: buckets are views of gradients
     gather = None
     if layout.float8_all_gather:
         assert layout.float8 is not None
         gather = Float8Gather(parts, layout.float8, mesh, layout.compute_dtype, layout.compile_backend)
+    view = model if stages is None else local_view(model, parts)
+    masters = HostMasters(view, parts, master, kept) if layout.host_state else None
+    run: Runner
     if stages is None:
         run = Accumulation(wrapped[0], counts=mesh.rank("tp") == 0)
-        return Parallel(model, run, Gradients(model, mesh), gather, amaxes, kept)
-    view = local_view(model, parts)
-    return Parallel(view, Pipeline(parts, stages, mesh, layout, device), Gradients(view, mesh), gather, amaxes, kept)
+    else:
+        run = Pipeline(parts, stages, mesh, layout, device)
+    return Parallel(view, run, Gradients(view, mesh), gather, amaxes, kept, masters)

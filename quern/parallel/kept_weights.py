@@ -33,18 +33,23 @@ class KeptWeights:
     weight's gradients its ``.grad``: zero if there was none, else what there was.
     """
 
-    def __init__(self, model: Transformer, dtype: torch.dtype, *, add_gradients: bool, compiler: str | None) -> None:
+    def __init__(
+        self, model: Transformer, dtype: torch.dtype, *, add_gradients: bool, compiler: str | None, cast: bool = False
+    ) -> None:
         """Of a model that has memory and whose layers have their recipes. ``dtype``: of activations; weights that have
-        it are not kept. ``compiler``: a backend of torch.compile for quantising."""
+        it are not kept, or with ``cast``, where they were cast to it for good, as they are, without a copy.
+        ``compiler``: a backend of torch.compile for quantising."""
         self._dtype, self._add = dtype, add_gradients
         self._quantise = _quantise if compiler is None else _compiled(compiler)
         self.weights: list[tuple[Tensor, Kept]] = []
         """Each with what is kept of it."""
         for layer in model.blocks.modules():
-            if isinstance(layer, Linear) and layer.weight.dtype != dtype and not isinstance(layer.recipe, Torchao):
+            if not isinstance(layer, Linear) or isinstance(layer.recipe, Torchao):
+                continue
+            if cast or layer.weight.dtype != dtype:
                 layer.kept = self._keep(layer.weight, weighted(layer.recipe))
         output = model.head or model.embed
-        if model.norm is not None and output is not None and output.weight.dtype != dtype:
+        if model.norm is not None and output is not None and (cast or output.weight.dtype != dtype):
             model.output_weight = self._keep(output.weight, PLAIN)
         self._seen: list[int] = []
         if not self.weights:
@@ -58,8 +63,13 @@ class KeptWeights:
     def bytes(self) -> int:
         """That are kept, without sums of gradients."""
         return sum(
-            tensor.nbytes for _, kept in self.weights for tensor in {*_tensors(kept.factor), *_tensors(kept.turned)}
+            tensor.nbytes for _, kept in self.made for tensor in {*_tensors(kept.factor), *_tensors(kept.turned)}
         )
+
+    @property
+    def made(self) -> list[tuple[Tensor, Kept]]:
+        """Those weights of which something else than themselves is kept."""
+        return [(weight, kept) for weight, kept in self.weights if kept.by is not PLAIN or weight.dtype != self._dtype]
 
     def refresh(self) -> None:
         """Make anew what is kept of weights that have changed, and set ``.grad`` of those whose gradients are added."""
@@ -73,7 +83,7 @@ class KeptWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Make all anew."""
-        plain = [(kept.factor, weight.detach()) for weight, kept in self.weights if isinstance(kept.factor, Tensor)]
+        plain = [(kept.factor, weight.detach()) for weight, kept in self.made if isinstance(kept.factor, Tensor)]
         if plain:
             torch._foreach_copy_([place for place, _ in plain], [weight for _, weight in plain])
         for weight, kept in self.weights:
@@ -97,6 +107,8 @@ class KeptWeights:
 
     def _keep(self, weight: Tensor, by: Weighted) -> Kept:
         empty_OK = torch.zeros_like(weight, dtype=self._dtype)
+        if by is PLAIN and weight.dtype == self._dtype:
+            empty_OK = weight.detach()
         factor, turned = by.factor(empty_OK), by.turned(empty_OK)
         dtype = weight.grad_dtype or weight.dtype
         kept = Kept(

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 
 from quern import storage
 from quern.config import digest
@@ -53,7 +52,7 @@ from quern.train.step.forensics import Facts, Forensics
 from quern.train.step.guard import Guard
 from quern.train.step.metrics import Metrics, Utilisation, peak_flops
 from quern.train.step.non_finite import first_non_finite
-from quern.train.step.optimizer import build_optimizer
+from quern.train.step.optimizer import build_optimizer, follow_updates
 from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
@@ -141,6 +140,7 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
         weights_cast=config.weights_cast,
         float8_all_gather=config.float8.all_gather,
         bf16_gradients=config.optimizer.gradients == "bf16",
+        host_state=config.optimizer.state == "host",
         micro_batch=config.micro_batch,
         seq_len=config.seq_len,
     )
@@ -195,7 +195,8 @@ def open_trainer(
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
             CheckpointManager(
-                config.run_dir, config.checkpoint, ranks.rank, ranks.world, device=ranks.device,
+                config.run_dir, config.checkpoint, ranks.rank, ranks.world,
+                device=ranks.device if config.optimizer.state == "device" else torch.device("cpu"),
                 from_store=config.resume.from_store,
             )
         )  # fmt: skip
@@ -215,13 +216,13 @@ def open_trainer(
         sharing = Sharing(layout.context, mesh.rank("cp"), layout.seq_len) if layout.plan.cp > 1 else None
         parallel = parallelize(model, mesh, layout, ranks.device)
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
-            first_weights(parallel.model, config.seed)
-        optimizer = build_optimizer(parallel.model, config.optimizer)
+            first_weights(parallel.weights, config.seed)
+        optimizer = build_optimizer(parallel.weights, config.optimizer, parallel.masters)
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
-        state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, layout.plan))
+        state = TrainState(parallel.weights, optimizer, _facts(config, corpus, shape, layout.plan))
         scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel.amaxes)
-        _follow_updates(parallel, optimizer)
+        follow_updates(parallel, optimizer)
         loader = together.all_or_raise(
             lambda: Loader(
                 corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
@@ -261,18 +262,6 @@ def open_trainer(
         with trainer:
             trainer.saves.restore(scalars)
             yield trainer
-
-
-def _follow_updates(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
-    """FP8 scales for the weights that are there and for those that every update leaves, and the step's largest values
-    into the history. Collective, updates too."""
-    gather, amaxes = parallel.float8_gather, parallel.amaxes
-    if gather is not None:
-        gather.update()
-        optimizer.register_step_post_hook(lambda *_: gather.update())
-    if amaxes is not None:
-        reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if dist.is_initialized() else None
-        optimizer.register_step_post_hook(lambda own, *_: amaxes.roll(reduce, own.found_inf))
 
 
 def _forensics(

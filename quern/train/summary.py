@@ -11,6 +11,7 @@ from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.float8 import LAYERS, fitting
 from quern.parallel.planning.held import held
+from quern.parallel.planning.host_state import host_state as planned_host_state
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import stage_costs, stage_parameters
@@ -24,17 +25,9 @@ from quern.train.init_from import starting_checkpoint
 from quern.train.step.schedule import learning_rate
 
 __all__ = [
-    "checkpoint_size",
-    "communication",
-    "float8",
-    "held_bytes",
-    "layout",
-    "pipeline",
-    "sharing",
-    "state_memory",
-    "step_of",
-    "summarise",
-]
+    "checkpoint_size", "communication", "float8", "held_bytes", "host_state", "layout", "pipeline", "sharing",
+    "state_memory", "step_of", "summarise",
+]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
 #: mixed precision makes 16 (Rajbhandari et al. 2020, section 3.1); FP32 has no second copy of the weights.
@@ -60,14 +53,15 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     that holds the most really keeps: masters, both moments and the gradients as they stand between backward and update
     (in the master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and
     weights that ``tp`` does not split counted. Where weights are kept cast, 2 bytes for each are in it, the embedding's
-    too, which is not kept.
-    Gathered weights (:func:`held_bytes`) and activations come on top.
+    too, which is not kept. With ``optimizer.state: host`` it is what the device keeps of them. Gathered weights
+    (:func:`held_bytes`) and activations come on top.
     """
     parameters, plan = step.shape.num_parameters, step.plan
     master, copy = _MASTER[config.precision], _COMPUTE_COPY[config.precision]
     moment, kept = _moment_bytes(config), copy if step.layout.keeps_weights(plan) else 0
     gib = 2**30
     most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
+    found = host_state(step, config)
     return {
         "sixteen_bytes": 16 * parameters / gib,
         "sixteen_bytes_per_rank": 16 * parameters / (plan.shards * plan.tp * plan.pp) / gib,
@@ -75,15 +69,23 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
         "moments": 2 * moment * parameters / gib,
         "gradients": step.gradient_bytes * parameters / gib,
         "compute_copy": copy * parameters / gib,
-        "rank": (master + 2 * moment + step.gradient_bytes + kept) * most / gib,
+        "rank": found["device"] / gib if found else (master + 2 * moment + step.gradient_bytes + kept) * most / gib,
     }
 
 
 def held_bytes(step: Step, config: TrainConfig) -> dict[str, int]:
-    """The same by component, and what FSDP2 holds whole for a part of a step: the fields of
+    """The same by component, on the device, and what FSDP2 holds whole for a part of a step: the fields of
     :class:`quern.parallel.planning.held.Held`, each of the rank that has the most of it."""
-    ranks = [asdict(held(step, _moment_bytes(config), rank)) for rank in _first_of_each_pipeline_rank(step.plan)]
+    moment = 0 if step.layout.host_state else _moment_bytes(config)
+    ranks = [asdict(held(step, moment, rank)) for rank in _first_of_each_pipeline_rank(step.plan)]
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def host_state(step: Step, config: TrainConfig) -> dict[str, int] | None:
+    """As :func:`.planning.host_state.host_state`, of the rank whose device holds the most; null without it."""
+    ranks = _first_of_each_pipeline_rank(step.plan) if step.layout.host_state else ()
+    found = (planned_host_state(step, rank, _moment_bytes(config)) for rank in ranks)
+    return max(found, key=lambda own: own["device"], default=None)
 
 
 def _moment_bytes(config: TrainConfig) -> int:
@@ -217,6 +219,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config),
         "held_bytes": held_bytes(step, config),
+        "host_state": host_state(step, config),
         "checkpoint": checkpoint_size(step, config),
         "flops_per_token": {
             "full": shape.flops_per_token(config.seq_len, causal=False),

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -28,12 +28,12 @@ from quern.train.processes import launch
 from quern.train.processes.machine import collecting
 from quern.train.processes.ranks import Ranks
 from quern.train.step import figures
-from quern.train.step.adamw_bf16 import AdamWBF16
 from quern.train.step.by_rank import RankFigures
 from quern.train.step.by_source import SourceLosses
 from quern.train.step.forensics import Forensics, Seen
 from quern.train.step.guard import Guard, Health
 from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
+from quern.train.step.optimizer import Optimizer
 from quern.train.step.optimizer import step as update
 from quern.train.step.precision import LossScale, precision_of
 from quern.train.step.profile import Profiler
@@ -62,7 +62,7 @@ class Trainer(Closes):
     ranks: Ranks
     start: Start
     parallel: Parallel
-    optimizer: torch.optim.AdamW | AdamWBF16
+    optimizer: Optimizer
     feed: Feed
     guard: Guard
     forensics: Forensics
@@ -113,8 +113,8 @@ class Trainer(Closes):
         self.saves = CheckpointScheduler(
             self.config.checkpoint, self.checkpoints, health, self.ledger, self.ranks.world, self.start.step
         )
-        interval, gradients = self.config.replicas.interval, self.parallel.gradients
-        self.replicas = Replicas(interval, gradients, self.optimizer, self.ranks, self.start.step)
+        interval, held = self.config.replicas.interval, replace(self.parallel.gradients, model=self.parallel.weights)
+        self.replicas = Replicas(interval, held, self.optimizer, self.ranks, self.start.step)
         self.recomputation = Recomputation(self.config, self.parallel, self.loss_scale, self.ranks, self.start.step)
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
@@ -318,7 +318,7 @@ class Trainer(Closes):
     def _everything(self) -> TrainState:
         """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
         extra = {name: value.clone() for name, value in self._scalars().items()}
-        return TrainState(self.model, self.optimizer, self.state.facts, extra)
+        return TrainState(self.parallel.weights, self.optimizer, self.state.facts, extra)
 
     def _scalars(self) -> dict[str, torch.Tensor]:
         """What a step changes besides weights and moments, the same on every rank."""

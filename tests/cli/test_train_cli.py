@@ -328,6 +328,24 @@ def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.Mon
     assert "ring" not in planned(config, monkeypatch)
 
 
+def test_a_dry_run_says_what_is_on_the_host(
+    config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 bytes a parameter, 4 of gradients that go there; a checkpoint is what it was."""
+    keys = "precision=bf16", "--dry-run", "--json", "parallel.dp_shard=1"
+    device, host = (
+        json.loads(said(capfd, "train", config, f"optimizer.state={at}", *keys)) for at in ("device", "host")
+    )
+    rows = host["parameters"]["total"] + 84 * 16  # 384 rows are held of 300
+    assert device["host_state"] is None
+    assert (host["host_state"]["host"], host["host_state"]["down"]) == (12 * rows, 4 * rows)
+    assert host["state_memory_gib"]["rank"] * 2**30 == host["host_state"]["device"]
+    assert host["checkpoint"] == device["checkpoint"]
+    assert re.search(
+        r"^on the host +\S+ \S+ of masters", planned(config, monkeypatch, "optimizer.state=host"), re.MULTILINE
+    )
+
+
 def test_a_dry_run_counts_moments_and_gradients_in_bf16(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In place of 4 bytes each: 4 + 2 · 2 + 2 of a parameter, 8 of them in a checkpoint, and half of what is summed. In
     one process 2 more are of weights that are kept cast, if they are."""

@@ -199,6 +199,11 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
     if summary["held_bytes"]["gathered"]:
         place = next(number for number, (name, _) in enumerate(rows) if name == "a checkpoint")
         rows.insert(place, ("FSDP2 holds", _held(config.parallel.resharding, **summary["held_bytes"])))
+    if (host := summary["host_state"]) is not None:
+        place = next(number for number, (name, _) in enumerate(rows) if name == "a checkpoint")
+        held, moved = (f"{size(host[a])} of {b}" for a, b in (("host", "masters and moments"), ("down", "gradients")))
+        back = f"{size(host['up'])} of weights come back"
+        rows.insert(place, ("on the host", f"{held}, {size(host['staging'])} of buffers; a step moves {moved}, {back}"))
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
         by = " by torchao" if fp8["implementation"] == "torchao" else ""

@@ -54,6 +54,8 @@ def check_layout(shape: ModelShape, layout: Layout, task: Task) -> None:
             f"optimizer.gradients: bf16 is not available here, as {why} in the dtype of the weights; expected fp32, or "
             f"{other}"
         )
+    if layout.host_state:
+        _host_state(layout)
     if layout.float8 is not None:
         _float8(shape, layout, layout.float8)
     if plan.pp > 1:
@@ -91,6 +93,22 @@ def _in_vain(layout: Layout, task: Task) -> None:
         raise InputError(
             "parallel.async_tp: runs on CUDA only; expected false here (or device=cuda, to plan elsewhere)"
         )
+
+
+def _host_state(layout: Layout) -> None:
+    """What goes by masters on the device, or by the dtype of weights there."""
+    plan = layout.plan
+    for key, value, why in (
+        ("float8.all_gather", layout.float8_all_gather, "its scales are those of masters"),
+        ("float8.implementation", layout.float8 is not None and layout.float8.implementation == "torchao",
+         "torchao quantises masters"),
+        ("parallel.dp_replicate", plan.dp_replicate > 1 and not plan.by_fsdp and layout.compute_dtype.itemsize < 4,
+         "DDP sums gradients in the dtype of the weights; dp_shard above 1, which is FSDP2, would fit"),
+    ):  # fmt: skip
+        if value:
+            raise InputError(
+                f"{key}: does not go with optimizer.state host, which keeps masters from the device: {why}"
+            )
 
 
 def _tensors(shape: ModelShape, plan: MeshPlan, seq_len: int) -> None:

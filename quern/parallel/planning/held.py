@@ -19,7 +19,7 @@ class Held:
     where a pipeline's rank has several stages."""
 
     weights: int
-    """Masters, always there."""
+    """Masters, or where these are on the host weights as they are used; always there."""
     moments: int
     """Always there."""
     gradients: int
@@ -46,6 +46,6 @@ def held(step: Step, moment_bytes: int, rank: int = 0) -> Held:
         whole += sum(weight.size for weight in block * number + ends)
     once = plan.pp > 1 or (layout.zero == 1 and step.num_micro_batches > 1)
     return Held(
-        share * step.reduce_bytes, 2 * share * moment_bytes, share * step.gradient_bytes,
+        share * (step.compute_bytes if layout.host_state else step.reduce_bytes), 2 * share * moment_bytes, share * step.gradient_bytes,
         sum(sorted(gathered)[-_MOST_STAGES:]), whole * step.gradient_bytes * once,
     )  # fmt: skip

@@ -46,6 +46,8 @@ class Layout:
     """FSDP2 gathers in FP8 what these products take."""
     bf16_gradients: bool = False
     """Gradients are summed and kept in BF16; else in the masters' dtype."""
+    host_state: bool = False
+    """Masters and moments are in host memory, and the device has weights in ``compute_dtype``."""
     schedule: str | None = None
     """Of a pipeline; None = 1f1b."""
     stages_per_rank: int | None = None

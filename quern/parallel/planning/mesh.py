@@ -6,6 +6,7 @@ Sizes are resolved before anything starts; torch is imported only where groups a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,6 +63,10 @@ class MeshPlan:
         """Ranks over which FSDP2 deals weights out. Those of ``cp`` are among them: they compute other tokens with the
         same weights, as ranks that read other samples do."""
         return self.dp_shard * self.cp
+
+    def shard_of(self, places: Mapping[str, int]) -> int:
+        """A rank's place among them, from :meth:`coordinates`."""
+        return places["dp_shard"] * self.cp + places["cp"]
 
     @property
     def shard_axes(self) -> str:

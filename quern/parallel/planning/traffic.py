@@ -12,7 +12,7 @@ three largest values of a layer whose history delayed FP8 scaling keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -83,7 +83,7 @@ class Step:
 def traffic(step: Step, rank: int = 0) -> list[Transfer]:
     """Every kind of collective of that rank of the whole mesh that sends anything."""
     places = step.plan.coordinates(rank)
-    stages, shard = _stages(step, places["pp"]), _shard(step, places)
+    stages, shard = _stages(step, places["pp"]), step.plan.shard_of(places)
     rows = [
         *_tensor_parallel(step, stages, shard), *_context_parallel(step, stages), *_data_parallel(step, stages),
         *_pipeline(step, stages, shard),
@@ -99,7 +99,7 @@ def elements_held(step: Step, rank: int = 0) -> int:
     for stage in step.layout.stages_of(places["pp"]):
         weights += block_weights(step.shape, step.plan.tp) * len(layers[stage])
         weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
-    return sum(weight.share(step.plan.shards, _shard(step, places)) for weight in weights)
+    return sum(weight.share(step.plan.shards, step.plan.shard_of(places)) for weight in weights)
 
 
 def buffer_elements(step: Step, rank: int = 0) -> int:
@@ -115,11 +115,6 @@ def buffer_elements(step: Step, rank: int = 0) -> int:
 def _hidden(step: Step) -> int:
     """Elements of what goes from stage to stage."""
     return step.layout.micro_batch * step.layout.tokens // step.plan.tp * step.shape.dim
-
-
-def _shard(step: Step, places: Mapping[str, int]) -> int:
-    """A rank's place among those over which FSDP2 deals weights out."""
-    return places["dp_shard"] * step.plan.cp + places["cp"]
 
 
 @lru_cache(maxsize=8)  # every place of a pipeline asks for the same

@@ -62,7 +62,7 @@ class PhaseConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019); decay on matrices only."""
 
-    later: ClassVar[Mapping[str, Any]] = {"moments": "fp32", "gradients": "fp32"}
+    later: ClassVar[Mapping[str, Any]] = {"moments": "fp32", "gradients": "fp32", "state": "device"}
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -82,6 +82,10 @@ class OptimizerConfig(Section):
     """What gradients are summed and kept in between backward and update (fp32 = FP64 with precision fp64): bf16 is 2
     bytes a parameter less and half of what FSDP2 reduces, and another recipe: micro-batches and ranks are summed in
     BF16. With precision bf16, without DDP and pipelines."""
+    state: Literal["device", "host"] = "device"
+    """Where masters and moments are: host = in the host's memory, updated by its processor, while the device holds
+    weights in ``precision``, gradients and activations (ZeRO-Offload). The update overlaps with the next forward, block
+    by block. The same arithmetic; on a GPU by another kernel."""
 
     @model_validator(mode="after")
     def _moves(self) -> Self:

@@ -35,7 +35,8 @@ def first_non_finite(
     ``eager``, since without compiled kernels it could need more memory than there is.
     """
     named = [*parallel.model.named_parameters()]
-    slots = ((n, slot, v) for n, p in named for slot, v in {"": p, **optimizer.state.get(p, {})}.items())
+    held = [*parallel.weights.named_parameters()]
+    slots = ((n, slot, v) for n, p in held for slot, v in {"": p, **optimizer.state.get(p, {})}.items())
     broken = (_found("weights", f"{n} {slot}".strip(), kind) for n, slot, value in slots if (kind := _kind(value)))
     found = together.gather(next(broken, None))
     redone = eager and not any(found) and parallel.gradients.mesh.pp is None

@@ -1,24 +1,32 @@
 """AdamW (Loshchilov & Hutter 2019), with skips decided and gradients clipped on the device: torch's fused kernel, or
-:class:`.AdamWBF16` where moments or gradients are in BF16."""
+:class:`.AdamWBF16` where moments or gradients are in BF16; on the host by :class:`.HostOptimizer`."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from quern.parallel.apply import Parallel
+from quern.parallel.host_masters import HostMasters
 from quern.train.config import OptimizerConfig
 from quern.train.step.adamw_bf16 import AdamWBF16
+from quern.train.step.host_optimizer import HostOptimizer
 
-__all__ = ["build_optimizer", "step"]
+__all__ = ["Optimizer", "build_optimizer", "follow_updates", "step"]
+
+Optimizer = torch.optim.AdamW | AdamWBF16 | HostOptimizer
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW | AdamWBF16:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, masters: HostMasters | None = None) -> Optimizer:
     """Weight decay on matrices (embedding and head too), none on norm weights. Learning rates come with each step.
 
     Built after sharding: it holds the parameters that ``model`` has now, in groups of one mesh each, since no fused
-    kernel takes two, or DTensors beside plain tensors.
+    kernel takes two, or DTensors beside plain tensors. ``masters``: those of which ``model`` is, if it is on the host.
     """
     parameters: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -28,14 +36,31 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
             parameters.setdefault((decay, mesh), []).append(parameter)
     groups = [{"params": alike, "weight_decay": decay} for (decay, _), alike in parameters.items()]
     betas = config.beta1, config.beta2
+    found: torch.optim.AdamW | AdamWBF16
     if "bf16" in (config.moments, config.gradients):
         moments = torch.bfloat16 if config.moments == "bf16" else torch.float32
-        return AdamWBF16(groups, lr=config.lr, betas=betas, eps=config.eps, moments=moments)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        found = AdamWBF16(groups, lr=config.lr, betas=betas, eps=config.eps, moments=moments)
+    else:
+        found = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return found if masters is None else HostOptimizer(found, masters)
+
+
+def follow_updates(parallel: Parallel, optimizer: Optimizer) -> None:
+    """Weights on the device for the masters that are there, FP8 scales for these weights and for those that every
+    update leaves, and the step's largest values into the history. Collective, updates too."""
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.publish()
+    gather, amaxes = parallel.float8_gather, parallel.amaxes
+    if gather is not None:
+        gather.update()
+        optimizer.register_step_post_hook(lambda *_: gather.update())
+    if amaxes is not None:
+        reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if dist.is_initialized() else None
+        optimizer.register_step_post_hook(lambda own, *_: amaxes.roll(reduce, own.found_inf))
 
 
 def step(
-    optimizer: torch.optim.AdamW | AdamWBF16, lr: float, skip: torch.Tensor | None = None,
+    optimizer: Optimizer, lr: float, skip: torch.Tensor | None = None,
     divisor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """One update with learning rate ``lr``, or none where ``skip`` is true.

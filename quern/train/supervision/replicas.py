@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quern.errors import InputError
+from quern.parallel.clip import local_part
 from quern.parallel.gradients import Gradients
 from quern.parallel.planning.mesh import MeshPlan
 from quern.train.processes.agree import Agreement
@@ -116,7 +117,8 @@ class Replicas:
         self._compared = done
         whole, split = self._tensors()
         whole |= scalars
-        hashes_T2 = torch.stack([self._hash(tensor) for tensor in (*whole.values(), *split.values())])
+        device = self._ranks.device  # masters and moments may be on the host
+        hashes_T2 = torch.stack([self._hash(local_part(own).to(device)) for own in (*whole.values(), *split.values())])
         unequal = []
         for axis in self._axes:
             own = hashes_T2 if axis == "dp_replicate" else hashes_T2[: len(whole)]

@@ -159,7 +159,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Collective on a sharded layout."""
     state = {f"guard.{name}": value.clone() for name, value in trainer.guard.state_dict().items()}
     state |= {f"loss_scale.{name}": value.clone() for name, value in trainer.loss_scale.state_dict().items()}
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.parallel.weights.named_parameters():
         state[f"model.{name}"] = _whole(parameter)
         for slot, value in trainer.optimizer.state[parameter].items():
             state[f"{slot}.{name}"] = _whole(value)

@@ -1,0 +1,50 @@
+"""Counts what a rank holds and moves where masters and moments are in host memory. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quern.parallel.planning.traffic import Step
+from quern.parallel.planning.weights import Weight, block_weights, end_weights
+
+__all__ = ["host_state"]
+
+
+def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
+    """Bytes of a rank, by shapes; ``moment``: of an element of one.
+
+    ``device``: weights and gradients, and of FP8 2 bytes for each weight that is kept quantised; ``host``: masters and
+    moments; ``staging``: pinned buffers, two each for the largest unit's gradients and weights, but for what rounds a
+    weight's part to 64; a step moves gradients ``down`` to the host and weights ``up``.
+    """
+    layout, shape, tp = step.layout, step.shape, step.plan.tp
+    places, stages = step.plan.coordinates(rank), layout.layers_of_stages(shape)
+    master, compute, adds = step.reduce_bytes, step.compute_bytes, layout.adds_gradients(step.plan)
+    sizes: list[tuple[int, int]] = []
+    copied = 0
+
+    def unit(weights: Sequence[Weight], cast: bool) -> None:
+        """Elements, and bytes on the device."""
+        shares = [(w, w.share(step.plan.shards, step.plan.shard_of(places))) for w in weights]
+        bytes_of = {w: compute if step.plan.by_fsdp or (cast and len(w.shape) > 1) else master for w in weights}
+        sizes.append((sum(own for _, own in shares), sum(own * bytes_of[w] for w, own in shares)))
+
+    for stage in layout.stages_of(places["pp"]):
+        last = stage == len(stages) - 1
+        ends = end_weights(shape, tp, first=stage == 0, last=last)
+        apart = 2 * (last and not shape.tied_embeddings)  # the head and the last norm
+        unit(ends[: len(ends) - apart], False)
+        for _ in stages[stage]:
+            unit(block_weights(shape, tp), True)
+        unit(ends[len(ends) - apart :], adds)
+        copied += ends[0].size * (last and not (apart and adds))
+    total, sent = map(sum, zip(*sizes, strict=True))
+    if layout.float8 is not None:
+        copied = total
+    kept = compute * copied if layout.keeps_weights(step.plan) and compute < master else 0
+    down = step.gradient_bytes * total
+    staging = 2 * max(master * count for count, _ in sizes) + 2 * max(size for _, size in sizes)
+    return {
+        "device": sent + kept + down, "host": (master + 2 * moment) * total, "staging": staging, "down": down,
+        "up": sent,
+    }  # fmt: skip
