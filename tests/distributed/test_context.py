@@ -2,120 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from quern.model.attention import Documents, attention_mask
-from quern.model.config import ModelConfig
-from quern.model.transformer import Transformer
-from quern.parallel.context import attention, kernels
-from quern.parallel.context.inputs import Sharing
 from quern.parallel.planning.context import Context, Method
-from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
-from support.distributed.ranks import KeptRanks
+from support.distributed.context_case import Example, shared_attention, worst
 
-
-def case(seed: int, rows: int, length: int, heads: int, keys: int, head_dim: int) -> tuple[np.ndarray, list[Tensor]]:
-    """Where documents start in the rows laid end to end; then q, k, v and the gradient of out, of whole rows."""
-    rng = np.random.default_rng(seed)
-    starts = [
-        row * length + place
-        for row in range(rows)
-        for place in [0, *sorted(rng.choice(np.arange(1, length), int(rng.integers(0, min(length, 9))), replace=False))]
-    ]
-    torch.manual_seed(seed)
-    sizes = [(rows, length, number, head_dim) for number in (heads, keys, keys, heads)]
-    return np.array([*starts, rows * length], np.int32), [torch.randn(size, dtype=torch.float64) for size in sizes]
-
-
-def dense(cu_seqlens: np.ndarray, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv of softmax over the whole mask."""
-    q, k, v, dout = tensors
-    q, k, v = (own.clone().requires_grad_() for own in (q, k, v))
-    rows, length = q.shape[:2]
-    document = torch.bucketize(torch.arange(rows * length), torch.from_numpy(cu_seqlens[1:-1].copy()), right=True)
-    document = document.view(rows, length)
-    seen = (document[:, :, None] == document[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
-    group = q.shape[2] // k.shape[2]
-    scores = torch.einsum("blnh,bmnh->bnlm", q, k.repeat_interleave(group, 2)) * q.shape[-1] ** -0.5
-    p = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-    out = torch.einsum("bnlm,bmnh->blnh", p, v.repeat_interleave(group, 2))
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
-def shared_attention(
-    method: Method, ranks: int, heads: int, seed: int, sizes: tuple[int, ...], block: int | None = None
-) -> list[Any]:
-    """This rank's positions, and out, dq, dk, dv of its tokens."""
-    if block:
-        kernels.BLOCK = block
-    cu_seqlens, tensors = case(seed, *sizes)
-    length, num_heads, num_keys, head_dim = sizes[1:]
-    context = Context(method, ranks, heads)
-    mesh = kept_mesh(ranks, heads)
-    widths = {"num_heads": num_heads, "num_kv_heads": num_keys, "head_dim": head_dim, "dim": 8, "ffn_dim": 8}
-    shape = ModelConfig(num_layers=1, **widths).shape(8)
-    with torch.device("meta"):
-        model = Transformer(shape)
-    attention.share_sequence(model, length, mesh.context("heads"), mesh.context("shards"), context.ring)
-    rows = sizes[0]
-    ids = np.concatenate(
-        [
-            np.arange(len(row)).repeat(np.diff([*row, (number + 1) * length]))
-            for number, row in enumerate(cu_seqlens[:-1][cu_seqlens[:-1] // length == n] for n in range(rows))
-        ]
-    ).reshape(rows, length)
-    whole = Documents(torch.from_numpy(ids), torch.from_numpy(cu_seqlens), length)
-    shared = Sharing(context, mesh.rank("cp"), length).of(cu_seqlens, whole, torch.device("cpu"))
-    index = shared.positions_BR[:, :, None, None]
-    q, k, v, dout = (torch.take_along_dim(own, index, 1) for own in tensors)
-    q, k, v = (own.requires_grad_() for own in (q, k, v))
-    mask = shared.told or attention_mask("sdpa", whole, torch.device("cpu"))
-    block_of = model.blocks["0"]
-    out = block_of.attention.attend(q, k, v, mask)  # type: ignore[operator, union-attr]
-    return [shared.positions_BR, out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
-_MESHES: dict[tuple[int, int], Mesh] = {}
-
-
-def kept_mesh(ranks: int, heads: int) -> Mesh:
-    """Groups are made once a process."""
-    if (ranks, heads) not in _MESHES:
-        assert dist.get_world_size() == ranks
-        _MESHES[ranks, heads] = build_mesh(MeshPlan(cp=ranks), "cpu", heads)
-    return _MESHES[ranks, heads]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    with KeptRanks() as kept:
-        yield kept
-
-
+Ranks = Callable[..., list[Any]]
 METHODS: list[tuple[Method, int, int]] = [
     ("ulysses", 2, 2), ("ulysses", 3, 3), ("ulysses", 4, 4), ("allgather", 2, 1), ("allgather", 3, 1),
     ("allgather", 4, 1), ("ring", 2, 1), ("ring", 3, 1), ("ring", 4, 1), ("usp", 4, 2),
 ]  # fmt: skip
+ON_EIGHT: list[tuple[Method, int, int]] = [
+    ("ulysses", 8, 8), ("allgather", 8, 1), ("ring", 8, 1), ("usp", 8, 4), ("usp", 8, 2),
+]  # fmt: skip
 
 
-def check(ranks: KeptRanks, method: Method, cp: int, heads: int, seed: int, *sizes: int, block: int = 0) -> None:
-    expected = dense(*case(seed, *sizes))
-    parts = ranks(shared_attention, cp, method, cp, heads, seed, sizes, block or None)
-    for number, whole in enumerate(expected):
-        found = torch.full_like(whole, float("nan"))
-        for positions_BR, *own in parts:
-            found.scatter_(1, positions_BR[:, :, None, None].expand(own[number].shape), own[number])
-        off = (found - whole).abs().max() / whole.abs().max()
-        assert off <= 1e-12, (("out", "dq", "dk", "dv")[number], float(off))
+def check(ranks: Ranks, example: Example) -> None:
+    found = worst(example, ranks(shared_attention, example.ranks, example))
+    assert all(off <= 1e-12 for off in found.values()), found
 
 
-@pytest.mark.parametrize(("method", "cp", "heads"), METHODS)
-def test_every_method_is_dense_attention(ranks: KeptRanks, method: Method, cp: int, heads: int) -> None:
-    check(ranks, method, cp, heads, 1, 2, 24, 12, 4 if cp != 3 else 6, 6)
+@st.composite
+def examples(draw: st.DrawFn, methods: list[tuple[Method, int, int]], chunks: int, rows: int) -> Example:
+    """Rows of up to ``chunks`` of what a row is a multiple of."""
+    method, ranks, exchange = draw(st.sampled_from(methods))
+    length = draw(st.integers(1, chunks)) * Context(method, ranks, exchange).unit
+    cuts = st.frozensets(st.integers(1, max(length - 1, 1)), max_size=9).map(sorted).map(tuple)
+    documents = draw(st.lists(cuts, min_size=1, max_size=rows)) if length > 1 else [()]
+    # key heads a multiple or a divisor of the ranks that exchange them
+    keys = draw(st.sampled_from([own for own in (exchange, 2 * exchange, exchange // 2, 1) if own]))
+    heads = max(keys, exchange) * draw(st.integers(1, 3))
+    return Example(
+        method, ranks, exchange, length, tuple(documents), heads, keys, draw(st.sampled_from([2, 4])),
+        draw(st.sampled_from([2, 5, 1024])), draw(st.sampled_from([1, 2, 128])), draw(st.integers(0, 9)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "cp", "exchange"), METHODS)
+def test_every_method_is_dense_attention(kept_ranks: Ranks, method: Method, cp: int, exchange: int) -> None:
+    heads, keys = (12, 4) if cp != 3 else (12, 6)
+    check(kept_ranks, Example(method, cp, exchange, 24, ((2, 11, 12, 17), (1, 9)), heads, keys, block=5, seed=1))
+
+
+@pytest.mark.parametrize(("method", "exchange"), [("ulysses", 4), ("usp", 2)])
+def test_a_key_head_goes_to_several_ranks(kept_ranks: Ranks, method: Method, exchange: int) -> None:
+    check(kept_ranks, Example(method, 4, exchange, 16, ((5,),), 8, exchange // 2, seed=2))
+
+
+OFTEN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+
+
+@pytest.mark.slow
+@settings(OFTEN)
+@given(examples(METHODS, chunks=6, rows=3))
+def test_random_documents_and_heads(kept_ranks: Ranks, example: Example) -> None:
+    check(kept_ranks, example)
+
+
+@pytest.mark.long
+@settings(OFTEN, max_examples=50)
+@given(examples([*METHODS, *ON_EIGHT], chunks=16, rows=4))
+def test_more_random_documents_and_heads(kept_ranks: Ranks, example: Example) -> None:
+    check(kept_ranks, example)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("method", "cp", "exchange"), [("allgather", 4, 1), ("ring", 8, 1), ("usp", 8, 2)])
+def test_long_rows_of_which_documents_are_dealt_by_their_cost(
+    kept_ranks: Ranks, method: Method, cp: int, exchange: int
+) -> None:
+    cuts = (1, 130, 700, 2049, 2050, 2600, 4095)
+    check(kept_ranks, Example(method, cp, exchange, 4096, (cuts,), exchange, 1, 2, block=384))

@@ -27,6 +27,7 @@ QUICK: dict[str, Given] = {
     "FSDP2": ({"dp_shard": 2}, {}),
     "TP": ({"tp": 2}, {}),
     "1F1B": ({"pp": 2}, DEEP),
+    "CP": ({"cp": 2, "cp_method": "allgather"}, {}),
 }
 MORE: dict[str, Given] = {
     "HSDP": ({"dp_replicate": 2, "dp_shard": 2}, {}),
@@ -37,6 +38,8 @@ MORE: dict[str, Given] = {
     "interleaved, zero bubble": ({"pp": 2, "schedule": "interleaved_zero_bubble"}, UNTIED),
     "PP + FSDP2": ({"pp": 2, "dp_shard": 2}, DEEP),
     "DualPipeV + TP": ({"pp": 2, "tp": 2, "schedule": "dualpipe_v"}, DEEP),
+    "USP + FSDP2": ({"cp": 4, "cp_method": "usp", "ulysses": 2, "dp_shard": 2}, {}),
+    "ring, no documents": ({"cp": 2, "cp_method": "ring"}, {"document_mask": False}),
     "FSDP2, no documents": ({"dp_shard": 2}, {"document_mask": False}),
 }
 
@@ -84,7 +87,7 @@ def one_process(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> C
 
 def same(kept_ranks: Any, paths: list[str], one_process: Any, given: Given, folder: Path) -> None:
     parallel, changes = given
-    world = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "pp"))
+    world = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
     kept_ranks(life, world, str(folder / "many"), paths, {"dp_shard": 1, **parallel}, changes)
     one, many = one_process(changes), content(folder / "many")
     dp = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)

@@ -14,12 +14,15 @@ from support.train.run_case import write_corpus
 pytestmark = pytest.mark.slow
 
 DDP = {"dp_replicate": 2, "dp_shard": 1}
-CASES: dict[str, tuple[dict[str, int], str, str]] = {
+CP = {"cp": 2, "cp_method": "ring", "dp_shard": 1}
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "DDP, forward": (DDP, "forward", "blocks.1.ffn.w2"),
     "DDP, weight gradient": (DDP, "weight gradient", "blocks.0.ffn.w3"),
+    "CP, forward": (CP, "forward", "blocks.1.ffn.w2"),
 }
 LATER = {
     "FSDP2, backward": ({"dp_shard": 2}, "backward", "blocks.0.attention.wo"),
+    "CP, backward": (CP, "backward", "blocks.1.ffn.w1"),
     "DDP, backward": (DDP, "backward", "blocks.1.ffn.w1"),
     "FSDP2, forward": ({"dp_shard": 2}, "forward", "blocks.1.attention_norm"),
 }

@@ -69,6 +69,8 @@ NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8()]))
 #: What is in `make test` though it has more ranks than others there: a case, and of a layout what the quick set has.
 ON_FOUR_RANKS = Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1)
 MANY_RANKS = ("pp2fsdp2tp2",)
+#: Of those that deal tokens out, in `make test`: the first also in `make test-fast`.
+DEALT = [Case("ring2", more=True, sizes="norm"), Case("ulysses2keep", "full", mask=False, sizes="norm")]
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -78,10 +80,10 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 def marked() -> dict[Case, Any]:
     """Where each case runs.
 
-    - `make test-fast`: a case of each layout of up to 2 ranks;
+    - `make test-fast`: a case of each layout of up to 2 ranks, and one whose tokens are dealt out;
     - `make test`: the quick set of `quern selftest` on up to 2 ranks, and a few of its cases on more. Left out are FP8
-      but for FSDP2's gather, schedules that test_pipeline.py has too, and for all but one schedule skipped updates and
-      ramps of the batch;
+      but for FSDP2's gather, all but two that deal tokens out, schedules that test_pipeline.py has too, and for all but
+      one schedule skipped updates and ramps of the batch;
     - `make test-long`: the rest of the quick set, and what is named;
     - `make test-exhaustive`: every pair of factors on every layout, and the whole product.
     """
@@ -89,17 +91,18 @@ def marked() -> dict[Case, Any]:
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     cases |= {
         case: pytest.param(case, marks=pytest.mark.long)
-        for case in [*matrix.quick(), *matrix.special(), *matrix.in_pieces(), *NAMED]
+        for case in [*matrix.quick(), *matrix.special(), *matrix.in_pieces(), *matrix.context(), *NAMED]
     }
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
-    often = [case for case in often if case.float8 is None or case.gather]
+    often = [case for case in often if (case.float8 is None or case.gather) and (case.on.cp == 1 or case in DEALT)]
     schedules = {False: ("1f1b", "zbv_zero_bubble"), True: ("1f1b",)}
     often = [
         case for case in often if case.on.pp == 1 or case.schedule in schedules[case.ramp or case.skip is not None]
     ]
     often.append(ON_FOUR_RANKS)
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
-    fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
+    fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2 and case.on.cp == 1}
+    fast[DEALT[0].layout] = DEALT[0]
     return cases | {case: pytest.param(case) for case in fast.values()}
 
 

@@ -31,13 +31,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run_case.write_corpus(tmp_path_factory.mktemp("data"))
 
 
-QUIET: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+QUIET: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank": ({}, {"precision": "bf16", "float8": {"recipe": "tensorwise", "delayed": True}}),
     "DDP": ({"dp_replicate": 2, "dp_shard": 1}, {"precision": "bf16"}),
     "FSDP": ({"dp_shard": 2}, {"micro_batch": 2}),
     "HSDP": ({"dp_replicate": 2, "dp_shard": 2}, {"micro_batch": 1, "precision": "bf16"}),
     "FSDP, scattered once": ({"dp_shard": 2, "zero": 1}, {"micro_batch": 2}),
     "TP": ({"dp_shard": 1, "tp": 2}, {"precision": "fp16"}),
+    "CP": ({"dp_shard": 2, "cp": 2, "cp_method": "ring"}, {"micro_batch": 2}),
 }
 
 
@@ -47,7 +48,7 @@ def test_a_run_without_a_fault_raises_no_alarm_and_keeps_every_bit(
     kept_ranks: Any, paths: list[str], tmp_path: Path, name: str
 ) -> None:
     parallel, changes = QUIET[name]
-    world = math.prod(size for key, size in parallel.items() if key != "zero")
+    world = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
     on, off = (
         kept_ranks(CASE.life, world, str(tmp_path / key), paths, {"parallel": parallel, **changes, **own})[0]
         for key, own in {"on": EVERY, "off": {}}.items()
@@ -59,7 +60,7 @@ def test_a_run_without_a_fault_raises_no_alarm_and_keeps_every_bit(
 
 
 STEP = 3
-FAULTS: dict[str, tuple[dict[str, int], Fault, list[int], bool, list[list[int]]]] = {
+FAULTS: dict[str, tuple[dict[str, Any], Fault, list[int], bool, list[list[int]]]] = {
     # layout, fault (of two micro-batches the second is the last: calls 0 and 1, then the second computation);
     # ranks that are named, whether for sure, pairs
     "one rank, gradient": ({}, Fault(0, W1, "gradient", 7, 20, STEP, 1), [0], True, [[0, 0]]),
@@ -84,8 +85,12 @@ FAULTS: dict[str, tuple[dict[str, int], Fault, list[int], bool, list[list[int]]]
     ),
     "TP": ({"dp_shard": 1, "tp": 2}, Fault(1, FFN, "activation", 3, 25, STEP, 1), [0, 1], False, [[0, 0], [1, 1]]),
     "FSDP + TP": ({"dp_shard": 2, "tp": 2}, Fault(3, NORM, "gradient", 3, 2, STEP, 1), [3], True, [[3, 1]]),
+    "FSDP + CP": (
+        {"dp_shard": 2, "cp": 2, "cp_method": "allgather"}, Fault(3, NORM, "gradient", 3, 31, STEP, 1), [3], True,
+        [[3, 1]],
+    ),
 }  # fmt: skip
-QUICK = ("FSDP, persistent",)
+QUICK = ("FSDP, persistent", "FSDP + CP")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +100,8 @@ def test_a_flip_in_a_checked_step_is_found_and_its_rank_named(
     kept_ranks: Any, paths: list[str], tmp_path: Path, name: str
 ) -> None:
     parallel, fault, ranks, sure, pairs = FAULTS[name]
-    world = math.prod(size for key, size in parallel.items() if key != "zero")
-    dp_size = world // parallel.get("tp", 1)
+    world = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
+    dp_size = world // parallel.get("tp", 1) // parallel.get("cp", 1)
     changes = {"parallel": parallel, "global_batch": 4 * dp_size, "micro_batch": 2, **EVERY}
     told = kept_ranks(CASE.life, world, str(tmp_path / "run"), paths, changes, fault)
     assert [rank for rank, own in enumerate(told) if own["flipped"]] == [fault.rank]

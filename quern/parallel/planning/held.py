@@ -45,7 +45,8 @@ def held(step: Step, moment_bytes: int, rank: int = 0) -> Held:
         gathered.append(of_ends + number * kept)
         whole += sum(weight.size for weight in block * number + ends)
     once = plan.pp > 1 or (layout.zero == 1 and step.num_micro_batches > 1)
+    weights = step.compute_bytes if layout.host_state else step.reduce_bytes
     return Held(
-        share * (step.compute_bytes if layout.host_state else step.reduce_bytes), 2 * share * moment_bytes, share * step.gradient_bytes,
-        sum(sorted(gathered)[-_MOST_STAGES:]), whole * step.gradient_bytes * once,
+        share * weights, 2 * share * moment_bytes, share * step.gradient_bytes, sum(sorted(gathered)[-_MOST_STAGES:]),
+        whole * step.gradient_bytes * once,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quern.parallel.context.inputs import Shared
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from support.train import run_case
@@ -74,9 +75,14 @@ def train(
         def taken(data_step: int) -> Any:
             batch = take(data_step)
             for number, (inputs, origin) in enumerate(zip(batch.micro_batches, batch.origins, strict=True)):
-                ids = inputs.documents.ids_BL.tolist() if inputs.documents is not None else None
+                documents, positions_BR = inputs.documents, None
+                if isinstance(documents, Shared):  # of a rank's own tokens
+                    documents, positions_BR = documents.whole, documents.positions_BR.tolist()
+                ids = documents.ids_BL.tolist() if documents is not None else None
                 for row, tokens in enumerate(inputs.tokens_BL.tolist()):
                     at = tokens.index(token) if token in tokens else None
+                    if at is not None and positions_BR is not None:
+                        at = positions_BR[row][at]
                     held.setdefault(data_step, {})[int(origin.places[row])] = tokens, ids and ids[row]
                     read.setdefault(data_step, []).append((number, row, int(origin.places[row]), at))
             return batch
