@@ -88,7 +88,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         if mesh.tp is not None:
             # before all that must see local shapes
             split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
-        if mesh.context_mesh is not None:
+        if mesh.context_groups:
             share_sequence(part, layout.seq_len, mesh.context("heads"), mesh.context("shards"), layout.context.ring)
         if float8 is not None:
             use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled

@@ -99,6 +99,9 @@ def _reduced_to(dtype: torch.dtype, part: nn.Module, *_: object) -> None:
         if isinstance(module, FSDPModule):
             for group in fsdp_groups(module):
                 group._orig_dtype = dtype
+                seen = {own.sharded_param.grad.dtype for own in group.fsdp_params if own.sharded_param.grad is not None}
+                if seen - {dtype}:  # another torch goes by another name, and micro-batches would be added up rounded
+                    raise RuntimeError(f"FSDP2 keeps gradients in {seen.pop()}, expected {dtype}: not with this torch")
 
 
 def _wait(units: Sequence[Unit], *_: object) -> None:

@@ -33,12 +33,9 @@ def check_attention(config: TrainConfig, precision: Precision, device: str) -> N
     backend = config.attention
     if backend not in ("auto", "sdpa") and device == "cpu":
         raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on cpu")
-    parallel = config.parallel
-    if backend == "flex" and parallel.cp > 1 and parallel.cp_method != "ulysses":
-        raise InputError(
-            f"attention: flex attends to keys of one rank alone; expected auto with cp_method {parallel.cp_method}, or "
-            "cp_method ulysses"
-        )
+    if config.parallel.context.shards > 1:
+        _check_shards(config, precision, device)
+        return
     masked = config.document_mask and precision.compute in HALF
     if backend == "sdpa" and device == "cuda" and masked and config.seq_len % 128 == 64:
         raise InputError(  # of cuDNN's backward: pytorch/pytorch#196678
@@ -47,6 +44,21 @@ def check_attention(config: TrainConfig, precision: Precision, device: str) -> N
         )
     if backend == "varlen" and config.document_mask and precision.compute not in HALF:
         raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
+
+
+def _check_shards(config: TrainConfig, precision: Precision, device: str) -> None:
+    """Attention over keys of several ranks has kernels of its own."""
+    method, head_dim = config.parallel.cp_method, config.model.shape(1).head_dim
+    if config.attention != "auto":
+        raise InputError(
+            f"attention: {config.attention} attends to keys of one rank alone; expected auto with cp_method {method}, "
+            "or cp_method ulysses"
+        )
+    if device != "cpu" and precision.compute in HALF and (head_dim % 8 or head_dim > 256):
+        raise InputError(
+            f"model.head_dim: flash kernels, which cp_method {method} runs in {precision.name}, expect 8, 16, … 256, "
+            f"got {head_dim}; or cp_method ulysses"
+        )
 
 
 def check_flash(config: TrainConfig, shape: ModelShape, precision: Precision, device: str) -> None:

@@ -148,20 +148,21 @@ def pipeline(step: Step) -> dict[str, Any] | None:
 
 
 def sharing(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout, order: Order) -> dict[str, Any] | None:
-    """How the ranks of ``cp`` share a sequence, the bytes of keys and values that one holds while a layer attends, and
-    how evenly attention falls on them (``work``; null where the data is assumed); null without ``cp``."""
+    """How the ranks of ``cp`` share a sequence; the bytes of keys and values that one holds in a layer's forward, with
+    their copies for stretches of queries where the data is known; how evenly attention falls on them (``work``; null
+    where the data is assumed). Null without ``cp``."""
     context, plan, shape = laid.context, laid.plan, config.model.shape(corpus.vocab_size)
     if plan.cp == 1:
         return None
     keys = max(shape.num_kv_heads // plan.tp, context.heads) / context.heads
     held = 2 if context.ring else context.shards  # a ring's next keys come while these are used
     tokens = config.micro_batch * laid.seq_len // context.shards
-    work = None
-    if isinstance(corpus, Corpus):
-        work = shared_attention(config, corpus, order, plan.dp_size, context)
+    work = shared_attention(config, corpus, order, plan.dp_size, context) if isinstance(corpus, Corpus) else None
+    copied = 0 if work is None else work["keys"] * config.micro_batch * laid.seq_len
+    elements = 2 * keys * shape.head_dim * (tokens * held + copied)
     return {
         "method": context.method, "ranks": context.ranks, "heads": context.heads, "tokens": laid.tokens,
-        "key_bytes": int(2 * keys * shape.head_dim * tokens * held) * _COMPUTE[config.precision], "work": work,
+        "key_bytes": int(elements) * _COMPUTE[config.precision], "work": work,
     }  # fmt: skip
 
 

@@ -85,7 +85,8 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         ),
         (
             ("parallel.zero=2", "parallel.reshard_after_forward=true"),
-            "zero: expected null with reshard_after_forward, got 2; 3 alone is true, 2 and 1 are false",
+            "zero: give it or reshard_after_forward, which it implies (3: true, 2 and 1: false); expected "
+            "reshard_after_forward=null with zero 2",
         ),
         (
             ("parallel.zero=3", "parallel.pp=2"),
@@ -342,7 +343,7 @@ def test_a_dry_run_says_what_is_on_the_host(
     assert host["state_memory_gib"]["rank"] * 2**30 == host["host_state"]["device"]
     assert host["checkpoint"] == device["checkpoint"]
     assert re.search(
-        r"^on the host +\S+ \S+ of masters", planned(config, monkeypatch, "optimizer.state=host"), re.MULTILINE
+        r"^on the host +a rank: \S+ \S+ of masters", planned(config, monkeypatch, "optimizer.state=host"), re.MULTILINE
     )
 
 

@@ -203,7 +203,9 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         place = next(number for number, (name, _) in enumerate(rows) if name == "a checkpoint")
         held, moved = (f"{size(host[a])} of {b}" for a, b in (("host", "masters and moments"), ("down", "gradients")))
         back = f"{size(host['up'])} of weights come back"
-        rows.insert(place, ("on the host", f"{held}, {size(host['staging'])} of buffers; a step moves {moved}, {back}"))
+        rows.insert(
+            place, ("on the host", f"a rank: {held}, {size(host['staging'])} of buffers; a step moves {moved}, {back}")
+        )
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
         by = " by torchao" if fp8["implementation"] == "torchao" else ""

@@ -78,7 +78,9 @@ def _told(segments: Segments, device: torch.device) -> list[Tensor]:
     queries_T = np.zeros(0, np.int64) if segments.queries_T is None else segments.queries_T
     longest = [int(np.diff(own).max(initial=0)) for own in (segments.cu_queries, segments.cu_keys)]
     arrays = (queries_T, segments.cu_queries, segments.keys_U, segments.cu_keys)
-    return [*(_moved(array, device) for array in arrays), torch.tensor([*longest, segments.causal])]
+    sizes = torch.tensor([*longest, segments.causal, *(len(array) for array in arrays)])
+    # a compiled block has a graph of its own for each size of 0 or 1
+    return [*(_moved(np.append(array, np.zeros(2, array.dtype)), device) for array in arrays), sizes]
 
 
 def _moved(array: NDArray[np.integer], device: torch.device) -> Tensor:

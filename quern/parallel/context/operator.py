@@ -24,7 +24,8 @@ __all__ = ["PARTS", "context_attention", "group_of"]
 
 PARTS = 5
 """Tensors by which stretches are told: rows of the queries (int64 [T], [0] = all), their offsets, rows of the keys
-(int64 [U]), their offsets, and on the host (longest stretch of queries, of keys, causal)."""
+(int64 [U]), their offsets, all with a few more at the end; and on the host the queries of the longest stretch, the keys
+of the longest, causal, and the four lengths."""
 
 
 @torch.library.custom_op("quern::context_attention", mutates_args=())
@@ -125,8 +126,9 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 def _of(told: Sequence[Tensor], device: torch.device) -> tuple[Tensor | None, Tensor, Stretches]:
-    queries_T, cu_queries, keys_U, cu_keys, sizes = told
-    longest_q, longest_k, causal = sizes.tolist()
+    *padded, sizes = told
+    longest_q, longest_k, causal, *lengths = sizes.tolist()
+    queries_T, cu_queries, keys_U, cu_keys = (own[:size] for own, size in zip(padded, lengths, strict=True))
     by = Stretches(cu_queries, cu_keys, (longest_q, longest_k), bool(causal))
     return queries_T if len(queries_T) else None, keys_U, by
 

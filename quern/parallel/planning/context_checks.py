@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from quern.errors import InputError
 from quern.model.config import ModelShape
 from quern.parallel.planning.layout import Layout
@@ -16,8 +18,7 @@ def check_context(shape: ModelShape, layout: Layout) -> None:
     if cp == 1:
         return
     _heads(shape, layout)
-    unit = layout.context.unit
-    unit *= 1 if unit % (cp * layout.plan.tp) == 0 else layout.plan.tp
+    unit = lcm(layout.context.unit, cp * layout.plan.tp)
     if layout.seq_len % unit:
         below, above = layout.seq_len // unit * unit, (layout.seq_len // unit + 1) * unit
         beside = f" beside tp {layout.plan.tp}" if layout.plan.tp > 1 else ""

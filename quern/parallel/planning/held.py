@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quern.parallel.planning.host_state import host_state
 from quern.parallel.planning.traffic import Step, elements_held, float8_gathers
 from quern.parallel.planning.weights import block_weights, end_weights
 
@@ -45,8 +46,8 @@ def held(step: Step, moment_bytes: int, rank: int = 0) -> Held:
         gathered.append(of_ends + number * kept)
         whole += sum(weight.size for weight in block * number + ends)
     once = plan.pp > 1 or (layout.zero == 1 and step.num_micro_batches > 1)
-    weights = step.compute_bytes if layout.host_state else step.reduce_bytes
+    weights = host_state(step, rank, moment_bytes)["up"] if layout.host_state else share * step.reduce_bytes
     return Held(
-        share * weights, 2 * share * moment_bytes, share * step.gradient_bytes, sum(sorted(gathered)[-_MOST_STAGES:]),
+        weights, 2 * share * moment_bytes, share * step.gradient_bytes, sum(sorted(gathered)[-_MOST_STAGES:]),
         whole * step.gradient_bytes * once,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from quern.errors import InputError
@@ -86,6 +86,16 @@ class MeshPlan:
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
 
+    def context_ranks(self, rank: int, head_ranks: int) -> dict[str, list[int]]:
+        """The ranks of ``cp`` that hold other ``shards`` of a row than ``rank`` with the same place in the exchange of
+        heads, and those ``head_ranks`` that share its own."""
+        first = rank - rank // self.tp % self.cp * self.tp  # of cp
+        shard, place = divmod(self.coordinates(rank)["cp"], head_ranks)
+        return {
+            "shards": [first + (own * head_ranks + place) * self.tp for own in range(self.cp // head_ranks)],
+            "heads": [first + (shard * head_ranks + own) * self.tp for own in range(head_ranks)],
+        }
+
     def sizes(self) -> dict[str, int]:
         """Every axis's size, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
@@ -102,8 +112,9 @@ class Mesh:
     plan: MeshPlan
     device_type: str
     device_mesh: DeviceMesh | None = None
-    context_mesh: DeviceMesh | None = None
-    """The ranks of ``cp``: (shards, heads), see :class:`quern.parallel.planning.context.Context`."""
+    context_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    """Of the ranks of ``cp`` those that hold other ``shards`` of a row, and those that share the ``heads`` of one; not
+    where it is this rank alone. See :class:`quern.parallel.planning.context.Context`."""
 
     @property
     def world_size(self) -> int:
@@ -160,17 +171,8 @@ class Mesh:
         return self.device_mesh.get_local_rank(axis)
 
     def context(self, axis: str) -> str | None:
-        """The name of the group of ranks of ``cp`` that hold other ``shards`` of a row, or share the ``heads`` of one;
-        None if it is this rank alone."""
-        return next((group.group_name for own, group in self.context_groups.items() if own == axis), None)
-
-    @property
-    def context_groups(self) -> dict[str, ProcessGroup]:
-        """The groups of more than one rank among them, by axis."""
-        if self.context_mesh is None:
-            return {}
-        sizes = zip(("shards", "heads"), self.context_mesh.shape, strict=True)
-        return {axis: self.context_mesh.get_group(axis) for axis, size in sizes if size > 1}
+        """The name of one of ``context_groups``; None if there is no such."""
+        return None if axis not in self.context_groups else self.context_groups[axis].group_name
 
 
 def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
@@ -226,13 +228,12 @@ def build_mesh(plan: MeshPlan, device_type: str, head_ranks: int = 1) -> Mesh:
     # an axis of one rank takes part where FSDP2 asks for it by name
     axes = [axis for axis in sizes if axis.startswith("dp_") or sizes[axis] > 1]
     device_mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
-    context = None
-    if plan.cp > 1:
-        inner = (plan.cp // head_ranks, head_ranks, plan.tp)
-        outer = plan.world_size // (plan.cp * plan.tp)
-        whole = init_device_mesh(device_type, (outer, *inner), mesh_dim_names=("rest", "shards", "heads", "tp"))
-        context = whole["shards", "heads"]
-    return Mesh(plan, device_type, device_mesh, context)
+    groups = {
+        # of their own, even where another axis has the same ranks: what attention waits for is in no queue behind FSDP2
+        axis: dist.new_group(ranks, use_local_synchronization=True)
+        for axis, ranks in plan.context_ranks(dist.get_rank(), head_ranks).items() if len(ranks) > 1
+    }  # fmt: skip
+    return Mesh(plan, device_type, device_mesh, groups)
 
 
 def divisors(number: int) -> list[int]:

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from quern.mixtures.order import Order
 from quern.parallel.planning.context import Context
-from quern.parallel.planning.segments import deal, document_starts, pairs_of_shards
+from quern.parallel.planning.segments import (
+    deal,
+    document_starts,
+    gathered_segments,
+    pairs_of_shards,
+    ring_segments,
+)
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.loader import Loader
@@ -26,17 +32,30 @@ MICRO_BATCHES = 256
 
 def shared_attention(config: TrainConfig, corpus: Corpus, order: Order, dp_size: int, context: Context) -> Any:
     """``micro_batches`` that were looked at, and over them the ``mean`` and the ``most`` of a rank's work in attention
-    relative to the mean of its ``cp`` ranks; a rank of ``cp`` waits for the busiest. Writes nothing that stays."""
+    relative to the mean of its ``cp`` ranks, for a rank waits for the busiest; and ``keys``, the most that a rank
+    copies for its stretches of queries, relative to a micro-batch's tokens. Writes nothing that stays."""
     if context.shards == 1:  # heads are all that is shared
-        return {"micro_batches": 0, "mean": 1.0, "most": 1.0}
+        return {"micro_batches": 0, "mean": 1.0, "most": 1.0, "keys": 0.0}
     with tempfile.TemporaryDirectory(prefix="quern-index-") as folder:
         loader = Loader(
             corpus, order, rank=0, world=dp_size, micro_batch=config.micro_batch, document_mask=config.document_mask,
             boundaries=open_boundaries(corpus.readers, folder),
         )  # fmt: skip
-        found = [imbalance(own, config.seq_len, context) for own in _first(loader, config)]
-        loader.close()
-    return {"micro_batches": len(found), "mean": float(np.mean(found)), "most": max(found)}
+        rows = list(_first(loader, config))
+    found, keys = zip(*(_shared(own, config.seq_len, context) for own in rows), strict=True)
+    return {"micro_batches": len(rows), "mean": float(np.mean(found)), "most": max(found), "keys": max(keys)}
+
+
+def _shared(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> tuple[float, float]:
+    """:func:`imbalance`, and the keys that the shard with the most copies at a time."""
+    starts = document_starts(cu_seqlens)
+    places_ABa = deal(starts, seq_len, context)
+    pairs_A, shards = pairs_of_shards(places_ABa, starts), range(context.shards)
+    if context.ring:
+        copied = [len(ring_segments(places_ABa, starts, own, source).keys_U) for own in shards for source in shards]
+    else:
+        copied = [len(gathered_segments(places_ABa, starts, own).keys_U) for own in shards]
+    return float(pairs_A.max() / pairs_A.mean()), max(copied) / len(starts)
 
 
 def imbalance(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> float:

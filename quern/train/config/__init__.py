@@ -169,7 +169,8 @@ class ParallelConfig(Section):
             raise ValueError(f"ep: not available yet; expected 1, got {self.ep}")
         if self.zero is not None and self.reshard_after_forward is not None:
             raise ValueError(
-                f"zero: expected null with reshard_after_forward, got {self.zero}; 3 alone is true, 2 and 1 are false"
+                f"zero: give it or reshard_after_forward, which it implies (3: true, 2 and 1: false); expected "
+                f"reshard_after_forward=null with zero {self.zero}"
             )
         if self.zero in (2, 3) and self.pp > 1:
             raise ValueError(

@@ -209,7 +209,7 @@ class Forensics:
         squares = self._squares(kept.norms)
         if kept.nats_MBP is None or kept.targets_MBP is None:
             return squares, None
-        nats, targets = kept.nats_MBP.double(), kept.targets_MBP.long()
+        nats, targets = kept.nats_MBP.double().clone(), kept.targets_MBP.long().clone()  # what is kept stays a rank's
         for group in self._facts.cp_groups:
             dist.all_reduce(nats, group=group)
             dist.all_reduce(targets, group=group)

@@ -31,7 +31,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     :meth:`step` returns before the update is done. ``state`` and :meth:`wait` wait for its end, and so must whoever
     reads masters. ``grad_scale`` and ``found_inf``, set before a step, go to the inner one with the gradients: its
-    thread reads them, and no other waits for the device. Whoever waits for an update that fails gets the error.
+    thread reads them; the next forward waits where it first uses a weight. Whoever waits for an update that fails gets
+    the error.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, masters: HostMasters) -> None:
@@ -51,7 +52,7 @@ class HostOptimizer(torch.optim.Optimizer):
         )  # gradients have the masters' dtype, or a smaller one
         self._sent: list[Any] = [self._on.Event(), self._on.Event()]
         """By buffer, after which it is free."""
-        self._thread = ThreadPoolExecutor(1, "host-optimizer", self._on.set_device, (device,))  # else on the first GPU
+        self._thread, self._device = ThreadPoolExecutor(1, "host-optimizer"), device
         self._updates: Sequence[Future[Any]] = ()
         """By unit, of the last step: the event after which the device has its weights."""
         self._spent = False
@@ -72,6 +73,10 @@ class HostOptimizer(torch.optim.Optimizer):
         """Until masters, moments and the weights on the device are those of the last step, up to a unit's."""
         if self._updates:
             self._updates[unit].result().synchronize()  # by the host: FSDP2 gathers on streams of its own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: a checkpoint is loaded into ``state`` and the masters in place, and then published."""
+        raise NotImplementedError("HostOptimizer.load_state_dict: fill its state in place, then call publish()")
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -109,6 +114,7 @@ class HostOptimizer(torch.optim.Optimizer):
         updates: Sequence[Future[Any]],
     ) -> None:  # fmt: skip
         try:
+            self._on.set_device(self._device)  # else this thread would open a context on the first GPU
             coming = self._fetch(0, gradients[0])
             for number, (unit, done) in enumerate(zip(self._units, updates, strict=True)):
                 here, arrived = coming

@@ -111,7 +111,8 @@ class Replicas:
     @torch.no_grad()
     def compare(self, done: int, scalars: Mapping[str, Tensor]) -> None:
         """Compare the weights and moments after ``done`` steps, and ``scalars``, which are the same on every rank; for
-        :meth:`settle`. Nothing where there are no copies, or these have been compared. Collective; no host sync."""
+        :meth:`settle`. Nothing where there are no copies, or these have been compared. Collective; no host sync, but
+        that an update of ``optimizer.state: host`` is waited for."""
         if self._hash is None or done == self._compared:
             return
         self._compared = done
