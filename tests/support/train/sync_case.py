@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quern.model.rope
-import quern.train.batches.feed
 from quern.parallel.local import LocalRanks
 from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks, open_ranks
@@ -95,7 +94,7 @@ def spoilt(folder: str) -> dict[str, str]:
 
 
 PARTS: dict[str, tuple[Callable[[Trainer], Any], str]] = {
-    "feed": (lambda trainer: quern.train.batches.feed, "to_device"),
+    "feed": (lambda trainer: trainer.feed, "_to_device"),
     "forward": (lambda trainer: trainer.model.blocks["0"], "forward"),
     "gradients": (lambda trainer: type(trainer.parallel.gradients), "norm"),
     "clip": (lambda trainer: type(trainer), "clip"),
