@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.train.parity import check, compare
-from quern.train.parity.matrix import LAYOUTS, Case, quick
+from quern.train.parity.layouts import LAYOUTS
+from quern.train.parity.matrix import Case, quick
 from support.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,8 @@ import quern
 from quern.parallel.planning.schedules import SCHEDULES, why_no_split_backward
 from quern.train.parity import matrix
 from quern.train.parity.compare import compare
-from quern.train.parity.matrix import FACTORS, LAYOUTS, Case
+from quern.train.parity.layouts import LAYOUTS
+from quern.train.parity.matrix import FACTORS, Case
 from quern.train.parity.run import Outcome
 from support.distributed import parity
 from support.distributed.parity_oracle import Data, make_data, reference

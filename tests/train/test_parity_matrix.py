@@ -18,10 +18,9 @@ from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.tokenize.shards import ShardReader
 from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import SOURCES, documents, write_corpus
+from quern.train.parity.layouts import CONTEXT, LAYOUTS
 from quern.train.parity.matrix import (
-    CONTEXT,
     FACTORS,
-    LAYOUTS,
     STEPS,
     VOCAB_SIZE,
     Case,

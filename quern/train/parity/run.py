@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 import quern
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of
-from quern.train.parity.matrix import STEPS, Case, Computation, Layout
+from quern.train.parity.layouts import Layout
+from quern.train.parity.matrix import STEPS, Case, Computation
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
