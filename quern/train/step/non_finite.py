@@ -54,8 +54,10 @@ def first_non_finite(
             optimizer.zero_grad(set_to_none=True)
         found = together.gather(own)
     known = [{"rank": rank, **own, "redone": redone} for rank, own in enumerate(found) if own]
-    # ranks compute side by side: the earlier micro-batch is first
-    known.sort(key=lambda own: (own["micro_batch"] is None, own["micro_batch"] or 0, own["phase"] == "backward"))
+    # ranks compute side by side: the earlier micro-batch is first, and of one the earlier look, as ranks of cp hand each
+    # other what is not finite
+    known.sort(key=lambda own: (own["micro_batch"] is None, own["micro_batch"] or 0, own["phase"] == "backward",
+                                own.pop("look", 0)))  # fmt: skip
     return known[0] if known else {"rank": None, **_found("none"), "redone": redone}
 
 
@@ -74,7 +76,7 @@ class _Watch:
 
     def __init__(self, model: nn.Module, batch: StepInputs) -> None:
         self.found: dict[str, Any] | None = None
-        self._batch, self._number = batch, -1
+        self._batch, self._number, self._looks = batch, -1, 0
         self.hooks: list[Any] = []
         for name, module in model.named_modules():
             self.hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
@@ -96,9 +98,11 @@ class _Watch:
                 value.register_hook(partial(self._look, "backward", name.rpartition(".")[0]))
 
     def _look(self, phase: str, module: str, value: Tensor | None) -> None:
+        self._looks += 1
         if self.found is not None or value is None or not (kind := _kind(value)):
             return
         self.found = _found(phase, module or "loss", kind, self._number)  # what the whole model computes itself
+        self.found["look"] = self._looks
         batch, length = self._batch.micro_batches[self._number].tokens_BL.shape
         broken = ~local_part(value).isfinite()
         if broken.shape[:2] == (batch, length) or broken.shape[:1] == (batch * length,):  # goes by tokens
