@@ -44,7 +44,7 @@ class _Attention:
     model: Transformer
     seq_len: int
     heads: str | None
-    num_heads: int
+    head_ranks: int
     """Ranks that exchange them."""
     shards: str | None
     ring: bool
@@ -65,7 +65,7 @@ class _Attention:
         """See :func:`quern.model.attention.attend`; ``mask`` is the whole rows', or tells of stretches."""
         if self.heads is None:
             return self._over_shards(q_BrNH, k_BrKH, v_BrKH, mask)
-        size = self.num_heads
+        size = self.head_ranks
         if k_BrKH.shape[2] < size:  # a key head for several ranks
             k_BrKH, v_BrKH = (own.repeat_interleave(size // own.shape[2], 2) for own in (k_BrKH, v_BrKH))
         parts = [own.unflatten(2, (size, -1)) for own in (q_BrNH, k_BrKH, v_BrKH)]

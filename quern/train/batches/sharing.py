@@ -61,9 +61,7 @@ def _shared(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> tu
 def imbalance(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> float:
     """The pairs of queries and keys of the shard that has most, relative to the mean of all. ``cu_seqlens``: where
     documents start in the rows of a micro-batch laid end to end, then their tokens."""
-    starts = document_starts(cu_seqlens)
-    pairs_A = pairs_of_shards(deal(starts, seq_len, context), starts)
-    return float(pairs_A.max() / pairs_A.mean())
+    return _shared(cu_seqlens, seq_len, context)[0]
 
 
 def _first(loader: Loader, config: TrainConfig) -> Iterator[NDArray[np.int64]]:

@@ -54,10 +54,13 @@ def first_non_finite(
             optimizer.zero_grad(set_to_none=True)
         found = together.gather(own)
     known = [{"rank": rank, **own, "redone": redone} for rank, own in enumerate(found) if own]
-    # ranks compute side by side: the earlier micro-batch is first, and of one the earlier look, as ranks of cp hand each
-    # other what is not finite
-    known.sort(key=lambda own: (own["micro_batch"] is None, own["micro_batch"] or 0, own["phase"] == "backward",
-                                own.pop("look", 0)))  # fmt: skip
+    # ranks compute side by side: the earlier micro-batch is first, and of one the earlier look, as ranks of cp hand
+    # each other what is not finite
+    known.sort(
+        key=lambda own: (
+            own["micro_batch"] is None, own["micro_batch"] or 0, own["phase"] == "backward", own.pop("look", 0)
+        )
+    )  # fmt: skip
     return known[0] if known else {"rank": None, **_found("none"), "redone": redone}
 
 
