@@ -72,6 +72,8 @@ ON_FOUR_RANKS = Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1)
 MANY_RANKS = ("pp2fsdp2tp2",)
 #: Of those that deal tokens out, in `make test`: the first also in `make test-fast`.
 DEALT = [Case("ring2", more=True, sizes="norm"), Case("ulysses2keep", "full", mask=False, sizes="norm")]
+#: Of those that deal tokens out in FP8, what is in `make test-long`; the others in `make test-exhaustive`.
+FLOAT8_DEALT = ("ulysses2", "ring2", "gather2fsdp2")
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -90,8 +92,9 @@ def marked() -> dict[Case, Any]:
     """
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
+    rare = {case for case in matrix.float8() if case.on.cp > 1 and case.layout not in FLOAT8_DEALT}
     cases |= {
-        case: pytest.param(case, marks=pytest.mark.long)
+        case: pytest.param(case, marks=pytest.mark.exhaustive if case in rare else pytest.mark.long)
         for case in [*matrix.quick(), *matrix.special(), *matrix.in_pieces(), *matrix.context(), *NAMED]
     }
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]

@@ -17,7 +17,7 @@ from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.tokenize.shards import ShardReader
 from quern.train.parity.compare import Comparison, compare, ratio_of, whole
-from quern.train.parity.corpus import SOURCES, documents, write_corpus
+from quern.train.parity.corpus import LONG, SOURCES, documents, write_corpus
 from quern.train.parity.layouts import CONTEXT, LAYOUTS
 from quern.train.parity.matrix import (
     FACTORS,
@@ -143,7 +143,7 @@ def test_the_corpus_is_ragged_and_read_as_written(tmp_path: Path) -> None:
     assert 0 < sum(document.purged for document in all_documents) < len(all_documents) / 3
     assert len({len(document.tokens) for document in all_documents}) > 10
     assert any(not shard for shards in documents().values() for shard in shards)
-    assert set(documents()) == set(SOURCES)
+    assert set(documents()) == {*SOURCES, LONG}
 
 
 # ---- the judge ----

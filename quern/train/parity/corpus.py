@@ -1,4 +1,4 @@
-"""A corpus of a few hundred tokens that covers the loader's edge cases."""
+"""A corpus of a few thousand tokens that covers the loader's edge cases."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["SOURCES", "Document", "documents", "sources_of", "write_corpus"]
 
 SOURCES = {"a": 0.5, "b": 0.3, "c": 0.2}
 """Their weights; the least one is read more than once."""
+LONG = "d"
+"""The one source of windows that none of these has."""
 EOT = VOCAB_SIZE - 1
 _RANKS = b"AA== 0\n"
 
@@ -33,6 +35,7 @@ def documents() -> dict[str, list[list[Document]]]:
         "a": [[rng.choice((1, 2, 3, 9, 17, 18, 40)) for _ in range(count)] for count in (9, 0, 14)],
         "b": [[rng.randint(1, 40) for _ in range(12)], [rng.randint(1, 6) for _ in range(20)]],
         "c": [[30, 1, 5, 17, 2, 24]],
+        LONG: [[700, 90, 1, 330], [260, 40, 520, 3, 150, 610]],
     }
 
     def document(length: int) -> Document:
@@ -40,13 +43,13 @@ def documents() -> dict[str, list[list[Document]]]:
             return Document((EOT,) * length, purged=True)
         return Document((*(rng.randrange(VOCAB_SIZE) for _ in range(length - 1)), EOT))
 
-    return {name: [[document(length) for length in shard] for shard in lengths[name]] for name in SOURCES}
+    return {name: [[document(length) for length in shard] for shard in shards] for name, shards in lengths.items()}
 
 
 def sources_of(seq_len: int) -> dict[str, float]:
     """Those that have a window of so many tokens and one more, and their weights."""
     tokens = {name: sum(len(doc.tokens) for shard in shards for doc in shard) for name, shards in documents().items()}
-    return {name: weight for name, weight in SOURCES.items() if tokens[name] > seq_len}
+    return {name: weight for name, weight in SOURCES.items() if tokens[name] > seq_len} or {LONG: 1.0}
 
 
 def write_corpus(folder: str) -> list[str]:

@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 STEPS, VOCAB_SIZE, Z_LOSS = 3, 127, 0.3
-#: Tokens of a sequence, a multiple of a block's width, so that a block holds the same tokens on every layout; and
-#: sequences of a step.
-FLOAT8_LENGTH, FLOAT8_BATCH = 128, 4
+#: Tokens of a sequence, a multiple of a block's width, so that a block holds the same tokens on every layout; the same
+#: where a sequence is dealt out in chunks, of which each is one; and sequences of a step.
+FLOAT8_LENGTH, FLOAT8_DEALT, FLOAT8_BATCH = 128, 512, 4
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -165,7 +165,7 @@ class Case:
         """Micro-batches of a data-parallel rank in the first step."""
         if self.float8 is not None:
             one_by_one = self.more or self.on.pp > 1 or self.computation.micro_batch == 1
-            return FLOAT8_BATCH // self.on.dp if one_by_one else 1
+            return self.computation.global_batch // self.on.dp if one_by_one else 1
         if self.schedule is None:
             return 3 if self.more else 1
         if not self.more:
@@ -178,9 +178,10 @@ class Case:
         if self.float8 is not None:
             model = {**SIZES["blocks"], "vocab_multiple": 10, "tied_embeddings": self.tied}
             own = None if self.float8 == "blockwise" else 1  # a scale of all tokens, or of whole rows along them
-            return Computation(
-                tuple(model.items()), FLOAT8_LENGTH, FLOAT8_BATCH, self.mask, 0.0, None, False, self.float8, own
-            )
+            length, batch = FLOAT8_LENGTH, FLOAT8_BATCH
+            if self.on.cp > 1:
+                length, batch = FLOAT8_DEALT, 2 * self.on.pp
+            return Computation(tuple(model.items()), length, batch, self.mask, 0.0, None, False, self.float8, own)
         layout = self.on
         model = dict(SIZES[self.sizes], vocab_multiple=8)
         if layout.splits_heads > 1:
@@ -293,6 +294,8 @@ def float8() -> list[Case]:
         Case("hsdp2x2", gather=True), Case("fsdp2tp2", "full", gather=True), Case("pp2fsdp2", schedule="1f1b"),
         Case("pp2tp2", "selective", schedule="1f1b"), Case("pp2tp2", schedule="zbv_zero_bubble"),
         Case("tp2", "full", pieces=2),
+        Case("ulysses2"), Case("gather2fsdp2", "full", gather=True), Case("gather2tp2", "selective"), Case("ring2"),
+        Case("gather2pp2", schedule="zbv_zero_bubble"), Case("usp2x2", "selective"),
     ]  # fmt: skip
     rows = [Case("fsdp2"), Case("ddp2", "full"), Case("pp2", "selective", schedule="1f1b")]
     whole = [Case("fsdp2", "full", gather=True), Case("ddp2"), Case("pp2", schedule="zbv_zero_bubble")]

@@ -17,7 +17,7 @@ import torch
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.train.parity.corpus import SOURCES, Document, documents, write_corpus
+from quern.train.parity.corpus import LONG, SOURCES, Document, documents, write_corpus
 from quern.train.parity.matrix import STEPS, VOCAB_SIZE, Computation
 from quern.train.parity.run import LR, MAX_NORM, SEED, WARMUP, WEIGHT_DECAY, Outcome
 from support.oracles import float8_products, order_reference, plain_loop
@@ -55,9 +55,9 @@ def batches(computation: Computation, data: Data) -> list[list[plain_loop.Batch]
     """The whole global batch of each step in the order of its places: one micro-batch, but where its size matters."""
     seq_len = computation.seq_len
     windows_of = {name: plain_loop.num_windows(source.stream, seq_len) for name, source in data.sources.items()}
-    names = [name for name, number in windows_of.items() if number]
+    names = [name for name in SOURCES if windows_of[name]] or [LONG]
     sources, windows = [data.sources[name] for name in names], [windows_of[name] for name in names]
-    weights, size = [SOURCES[name] for name in names], computation.global_batch
+    weights, size = [SOURCES.get(name, 1.0) for name in names], computation.global_batch
     table = [(0, weights, size, size)]
     for phase in computation.phases():
         weights, size = phase.get("weights", weights), phase.get("global_batch", size)
