@@ -17,6 +17,7 @@ from rich.text import Text
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
 from quern.train.parity.matrix import Case, everything, product, quick
+from quern.train.parity.published import PUBLISHED
 
 if TYPE_CHECKING:
     from quern.train.parity.check import Result
@@ -27,6 +28,7 @@ __all__ = ["selftest"]
 class Layouts(StrEnum):
     """How much of the matrix."""
 
+    published = "published"
     quick = "quick"
     all = "all"
 
@@ -42,7 +44,11 @@ class Device(StrEnum):
 @reports_errors
 def selftest(
     layouts: Annotated[
-        Layouts, typer.Option(help="quick: every layout and schedule, minutes; all: every legal case, some 1,500.")
+        Layouts,
+        typer.Option(
+            help="published: those that exclude faults found in other trainers; quick: every layout and schedule, "
+            "minutes; all: every legal case, some 1,700."
+        ),
     ] = Layouts.quick,
     case: Annotated[
         list[str] | None, typer.Option(help="Only cases of this name, as the table shows it; * stands for anything.")
@@ -83,7 +89,9 @@ def selftest(
 
 def _chosen(layouts: Layouts, patterns: list[str]) -> list[Case]:
     if not patterns:
-        return quick() if layouts is Layouts.quick else everything()
+        if layouts is Layouts.all:
+            return everything()
+        return [case for case in quick() if layouts is Layouts.quick or str(case) in PUBLISHED]
     known = {str(case): case for case in [*everything(), *quick(), *product()]}
     found: dict[str, Case] = {}
     for pattern in patterns:
@@ -123,6 +131,8 @@ class _Rows:
         self._line(str(result.case), str(result.case.on.world), worst, seconds, mark)
         for problem in result.comparison.problems[:3]:
             self._console.print(Text(plain(problem), "red"), soft_wrap=True)
+        for source, fault in PUBLISHED.get(str(result.case), {}).items() if result.passed else ():
+            self._console.print(Text(f"  excludes {source}: {fault}", "dim"), soft_wrap=True)
 
     def _line(self, name: str, ranks: str, worst: str, seconds: str, mark: Text, style: str = "") -> None:
         row = f"{name:<{self._width}}  {ranks:>5}  {worst:>8}  {seconds:>7}  "
@@ -169,6 +179,7 @@ def _entry(result: Result) -> dict[str, Any]:
             kind: {"ratio": _finite(ratio), "tensor": where} for kind, (ratio, where) in comparison.worst.items()
         },
         "problems": comparison.problems,
+        "published": PUBLISHED.get(str(result.case), {}),
         "skipped": result.skipped,
     }
 

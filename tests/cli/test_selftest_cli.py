@@ -17,6 +17,7 @@ from quern.cli.main import app
 from quern.train.parity import check, compare
 from quern.train.parity.layouts import LAYOUTS
 from quern.train.parity.matrix import Case, quick
+from quern.train.parity.published import PUBLISHED
 from support.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +161,30 @@ def test_without_names_it_is_the_quick_set_and_what_differs_stands_in_the_table(
     assert passed.endswith("passed")
     assert summary.startswith("1 of 2 cases passed on cpu in ")
     assert f"1 of 2 cases differ from one process; the first: {asked[0]}: {why}" in done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_passed_case_says_which_published_faults_it_excludes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    def judge(cases: Sequence[Case], **options: Any) -> Iterator[check.Result]:
+        for case in cases:
+            bad = fails and case.layout == "ring2"
+            yield check.Result(case, 1.0, compare.Comparison({"loss": (0.2, "step 1")}, ["loss of step 1"] * bad))
+
+    monkeypatch.setattr(check, "check_cases", judge)
+    asked = ["selftest", "--device", "cpu", "--layouts", "published"]
+    said = CliRunner().invoke(app, asked).stdout.splitlines()
+    CliRunner().invoke(app, [*asked, "--json"])
+    told = {entry["case"]: entry for entry in json.loads(capfd.readouterr().out)["cases"]}
+    assert told.keys() == PUBLISHED.keys()
+    assert {name: entry["published"] for name, entry in told.items()} == PUBLISHED
+    passed = [name for name in told if not (fails and "ring2" in name)]
+    below = [
+        line for name in passed for line in (name, *(f"  excludes {at}: {it}" for at, it in PUBLISHED[name].items()))
+    ]
+    shown = [line for line in said if line.startswith("  excludes ") or line.endswith("  passed")]
+    assert [line if line.startswith(" ") else line.split()[0] for line in shown] == below
 
 
 @pytest.mark.long

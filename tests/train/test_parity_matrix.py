@@ -30,8 +30,11 @@ from quern.train.parity.matrix import (
     legal,
     quick,
 )
+from quern.train.parity.published import PUBLISHED
 from quern.train.parity.run import Outcome, case_config
 from quern.train.setup import check
+from support.distributed import parity_oracle
+from support.oracles.plain_loop import IGNORE, Weights
 
 
 def test_the_quick_set_has_every_layout_schedule_and_world() -> None:
@@ -129,6 +132,39 @@ def test_the_cases_that_deal_tokens_out_have_each_way_with_each_axis_and_kind_of
     assert any(case.ramp for case in cases)
 
 
+def test_cases_of_published_faults_have_what_would_show_them(tmp_path: Path) -> None:
+    chosen = {str(case): case for case in quick() if str(case) in PUBLISHED}
+    assert chosen.keys() == PUBLISHED.keys() <= set(map(str, everything()))
+    faults = [fault for own in PUBLISHED.values() for fault in own.values()]
+    assert len(set(faults)) == len(faults)
+    case_of = {source: chosen[name] for name, own in PUBLISHED.items() for source in own}
+    numbered = {int(source.split()[-1]): case for source, case in case_of.items() if "finding" in source}
+    assert set(numbered) == {3, 7, 8, 9, 11, 12}
+    data = parity_oracle.make_data(tmp_path)
+    for number, axis in ((3, "dp"), (9, "cp")):
+        case = numbered[number]
+        assert getattr(case.on, axis) == case.on.world == 2
+        assert case.mask
+        targets = [
+            sum(int((batch.targets != IGNORE).sum()) for batch in step)
+            for step in parity_oracle.batches(case.computation, data)
+        ]
+        assert targets[0] % 2 == 1  # two ranks cannot have equally many
+        weights: Weights = parity_oracle.first_weights(case.computation)
+        assert parity_oracle.validation(case.computation, data, weights)["tokens"] % 2 == 1
+    heads = numbered[11]
+    model = dict(heads.computation.model)
+    assert numbered[8] == heads == case_of["TransformerEngine (ROCm) #715"]
+    assert model["qk_norm"]
+    assert model["num_heads"] > heads.on.tp == heads.on.world == 2
+    assert numbered[7].on.tp == 2 < numbered[7].on.world
+    stages = numbered[12]
+    assert stages == case_of["Megatron-LM #844"]
+    assert stages.tied
+    assert (stages.on.pp, stages.on.shards) == (2, 2)
+    assert case_of["Megatron-LM #906"].on.cp == 2
+
+
 def test_the_corpus_is_ragged_and_read_as_written(tmp_path: Path) -> None:
     paths = write_corpus(str(tmp_path / "data"))
     for (name, shards), path in zip(documents().items(), paths, strict=True):
@@ -171,7 +207,10 @@ def expected() -> Outcome:
     gradients = [tensors(seed) for seed in range(STEPS)]
     updates = {name: torch.tensor(3.0) for name in tensors(0)}
     rows = [{**row, "step": step, "lr": 1e-3} for step in range(STEPS)]
-    return Outcome("", rows, ("start", "checkpoint", "end"), gradients, tensors(7), tensors(8), tensors(9), updates)
+    held_out = {"loss": torch.tensor(3.5, dtype=torch.float64), "tokens": torch.tensor(9.0, dtype=torch.float64)}
+    written = {"held-out": held_out, "checkpoint's": tensors(10)}
+    kinds = ("start", "checkpoint", "end")
+    return Outcome("", rows, kinds, gradients, tensors(7), tensors(8), tensors(9), updates, written)
 
 
 def pieces(result: Outcome) -> list[Outcome]:
@@ -191,7 +230,8 @@ def pieces(result: Outcome) -> list[Outcome]:
     for rank in range(8):
         pp, shard, tp = rank // 4, rank // 2 % 2, rank % 2
         tables = [{name: part(name, table[name], shard, tp) for name in NAMES[pp]} for table in result.tables.values()]
-        ranks.append(Outcome("", result.rows, result.kinds, tables[:STEPS], *tables[STEPS:]))
+        written = {} if rank else {what: dict(table) for what, table in result.written.items()}
+        ranks.append(Outcome("", result.rows, result.kinds, tables[:STEPS], *tables[STEPS:], written))
     return ranks
 
 
@@ -266,6 +306,22 @@ def test_figures_of_a_step_count(name: str, value: float | None) -> None:
 
     (problem,) = judged(change).problems
     assert "step 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "off"),
+    [("held-out", "loss", 1e-9), ("held-out", "tokens", 1), ("checkpoint's", "blocks.1.ffn.w2.weight", 1e-9)],
+)
+def test_what_a_run_writes_counts(what: str, name: str, off: float) -> None:
+    def change(ranks: list[Outcome]) -> None:
+        ranks[0].written[what][name] = ranks[0].written[what][name] + off
+
+    def lose(ranks: list[Outcome]) -> None:
+        del ranks[0].written[what][name]
+
+    (problem,) = judged(change).problems
+    assert problem.startswith(f"{what} of {name}: ")
+    assert judged(lose).problems[0].startswith(f"names of {what}: ")
 
 
 def test_a_run_that_ends_otherwise_is_seen() -> None:

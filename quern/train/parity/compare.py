@@ -90,6 +90,8 @@ def compare(case: Case, by_rank: Sequence[Outcome], expected: Outcome) -> Compar
     found.equal("tables", list(tables), list(others))
     for what in (name for name in others if name in tables):
         _compare_tables(found, what, tables[what], others[what])
+    for what, table in expected.written.items():
+        _compare_tables(found, what, outcome.written.get(what, {}), table)
     return found
 
 
@@ -142,7 +144,7 @@ def whole(case: Case, by_rank: Sequence[Outcome], found: Comparison) -> Outcome:
     gradients = [table for what, table in joined.items() if what.startswith("gradient")]
     return Outcome(
         first.package, first.rows, first.kinds, gradients, joined["weight"], joined["first moment"],
-        joined["second moment"], joined["updates"],
+        joined["second moment"], joined["updates"], first.written,
     )  # fmt: skip
 
 

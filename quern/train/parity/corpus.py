@@ -10,7 +10,7 @@ import numpy as np
 from quern.train.bench.corpus import Shard, write_data_run
 from quern.train.parity.matrix import VOCAB_SIZE
 
-__all__ = ["SOURCES", "Document", "documents", "sources_of", "write_corpus"]
+__all__ = ["LONG", "SOURCES", "Document", "documents", "held_out", "sources_of", "write_corpus"]
 
 SOURCES = {"a": 0.5, "b": 0.3, "c": 0.2}
 """Their weights; the least one is read more than once."""
@@ -46,6 +46,15 @@ def documents() -> dict[str, list[list[Document]]]:
     return {name: [[document(length) for length in shard] for shard in shards] for name, shards in lengths.items()}
 
 
+def held_out() -> list[Document]:
+    """Of the first source, and four times over of :data:`LONG`: one window of FP8's lengths, and of others five or
+    more, of which some have few targets."""
+    return [
+        Document((EOT,) * 37, purged=True) if length == 37 else Document((*range(length - 1), EOT))
+        for length in (1, 40, 3, 37, 17, 42)
+    ]
+
+
 def sources_of(seq_len: int) -> dict[str, float]:
     """Those that have a window of so many tokens and one more, and their weights."""
     tokens = {name: sum(len(doc.tokens) for shard in shards for doc in shard) for name, shards in documents().items()}
@@ -55,7 +64,9 @@ def sources_of(seq_len: int) -> dict[str, float]:
 def write_corpus(folder: str) -> list[str]:
     """A data run with these documents; returns the path of each source."""
     sources = {name: map(_shard, shards) for name, shards in documents().items()}
-    return write_data_run(folder, sources, vocab_size=VOCAB_SIZE, run_id="r1", ranks=_RANKS)
+    first = next(iter(SOURCES))
+    sources |= {f"{first}.val": map(_shard, [held_out()]), f"{LONG}.val": map(_shard, [held_out() * 4])}
+    return write_data_run(folder, sources, vocab_size=VOCAB_SIZE, run_id="r1", ranks=_RANKS)[: len(documents())]
 
 
 def _shard(documents: list[Document]) -> Shard:

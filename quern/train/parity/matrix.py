@@ -18,6 +18,7 @@ from typing import Any
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.stages import num_stages
 from quern.train.parity.layouts import CONTEXT, LAYOUTS, Layout
+from quern.train.parity.published import PUBLISHED
 
 __all__ = [
     "FACTORS",
@@ -322,7 +323,7 @@ def quick() -> list[Case]:
         return math.sqrt(case.on.world * (4 + passes * (2 if case.on.tp > 1 else 1)))
 
     cases = [case for case in product() if case.layout != "alone" or case.more or case.activation != "none"]
-    few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2")]
+    few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2") or str(case) in PUBLISHED]
     few += [case for case in float8() if case.float8 == "blockwise" and case.on.world == 2][:2]
     few += in_pieces()[:1]
     few += [case for case in context() if case.on.world == 2]

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import quern
+from quern.train.checkpoint.format.slices import StoredTensors, boxes
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of
 from quern.train.parity.layouts import Layout
@@ -59,6 +60,9 @@ class Outcome:
     second_moments: Table = field(default_factory=dict)
     updates: Table = field(default_factory=dict)
     """AdamW's step counts."""
+    written: dict[str, Table] = field(default_factory=dict)
+    """``held-out``: loss and targets of the last validation; ``checkpoint's``: weights and moments in the last one, by
+    their names there. Rank 0's."""
     digest: str = ""
     """Of all tensors: replicas must hold the same bits. A replica but the first sends nothing else."""
 
@@ -149,7 +153,13 @@ def _train(config: TrainConfig, layout: Layout, skip: int | None) -> Outcome:
             outcome.updates[name] = _local(slots["step"])
     outcome.digest = _digest(outcome)
     if ranks.first:
-        outcome.rows = [row for row in _lines(Path(config.run_dir, "metrics.jsonl")) if row["kind"] == "step"]
+        rows = _lines(Path(config.run_dir, "metrics.jsonl"))
+        outcome.rows = [row for row in rows if row["kind"] == "step"]
+        held_out = next(row for row in rows if row["kind"] == "validation")
+        outcome.written["held-out"] = {
+            name: torch.tensor(held_out[name], dtype=torch.float64) for name in ("loss", "tokens")
+        }
+        outcome.written["checkpoint's"] = _stored(next(Path(config.run_dir, "checkpoints").glob("step_*")))
         outcome.kinds = tuple(entry["kind"] for entry in _lines(Path(config.run_dir, "ledger.jsonl")))
     first = layout.coordinates(ranks.rank)[1] == 0
     return outcome if first else Outcome(outcome.package, digest=outcome.digest)
@@ -160,6 +170,12 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+def _stored(checkpoint: Path) -> Table:
+    stored = StoredTensors(str(checkpoint))
+    sizes = {name: told.size for name, told in stored.tensors.items() if not name.startswith("extra.")}
+    return {name: stored.read(name, next(boxes(size, size.numel()))) for name, size in sizes.items()}
 
 
 def _digest(outcome: Outcome) -> str:

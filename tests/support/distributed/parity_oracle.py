@@ -17,7 +17,7 @@ import torch
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.train.parity.corpus import LONG, SOURCES, Document, documents, write_corpus
+from quern.train.parity.corpus import LONG, SOURCES, Document, documents, held_out, write_corpus
 from quern.train.parity.matrix import STEPS, VOCAB_SIZE, Computation
 from quern.train.parity.run import LR, MAX_NORM, SEED, WARMUP, WEIGHT_DECAY, Outcome
 from support.oracles import float8_products, order_reference, plain_loop
@@ -34,12 +34,15 @@ class Source:
 class Data:
     path: str
     sources: dict[str, Source]
+    held_out: Source
+    long: Source
+    """Of documents held out where sequences are long."""
 
 
 def make_data(folder: Path) -> Data:
     write_corpus(str(folder / "data"))
     sources = {name: source_of([doc for shard in shards for doc in shard]) for name, shards in documents().items()}
-    return Data(str(folder / "data"), sources)
+    return Data(str(folder / "data"), sources, source_of(held_out()), source_of(held_out() * 4))
 
 
 def source_of(docs: list[Document]) -> Source:
@@ -91,11 +94,16 @@ def in_vocabulary(name: str) -> bool:
     return name in ("embed.weight", "head.weight")
 
 
-def records(computation: Computation, data: Data) -> list[plain_loop.Record]:
+def shape_of(computation: Computation) -> plain_loop.Shape:
     sizes = {name: value for name, value in computation.model if name != "vocab_multiple"}
     shape = plain_loop.Shape(**sizes, vocab_size=VOCAB_SIZE)
     if computation.float8 is not None:
         shape = replace(shape, product=float8_products.product(computation.float8))
+    return shape
+
+
+def records(computation: Computation, data: Data) -> list[plain_loop.Record]:
+    shape = shape_of(computation)
     settings = plain_loop.Settings(
         STEPS, lr=LR, weight_decay=WEIGHT_DECAY, clip=MAX_NORM, warmup=WARMUP, z_loss=computation.z_loss
     )
@@ -104,6 +112,28 @@ def records(computation: Computation, data: Data) -> list[plain_loop.Record]:
     found = list(plain_loop.train(weights, shape, steps, settings, skipped=skipped))
     assert all(record.grad_norm > MAX_NORM for record in found), "clipping is to be at work in every step"
     return found
+
+
+def validation(computation: Computation, data: Data, weights: plain_loop.Weights) -> dict[str, torch.Tensor]:
+    """Over all windows, one at a time: the sum of all losses by the number of all targets."""
+    held_out = data.held_out if any(data.sources[name].stream[computation.seq_len :] for name in SOURCES) else data.long
+    stream, spans = held_out.stream, held_out.spans
+    windows = [
+        plain_loop.batch_of([plain_loop.window(stream, spans, index, computation.seq_len, computation.mask)])
+        for index in range(plain_loop.num_windows(stream, computation.seq_len))
+    ]
+    shape = shape_of(computation)
+    loss = sum(plain_loop.token_losses(weights, shape, window).sum() for window in windows)
+    tokens = torch.tensor(sum(int((window.targets != plain_loop.IGNORE).sum()) for window in windows)).double()
+    return {"loss": loss / tokens, "tokens": tokens}
+
+
+def stored(last: plain_loop.Record) -> dict[str, torch.Tensor]:
+    """By the names that a checkpoint has for weights and moments."""
+    found = {f"model.{name}": value for name, value in last.weights.items()}
+    found |= {f"optimizer.state.{name}.exp_avg": value for name, value in last.first_moments.items()}
+    found |= {f"optimizer.state.{name}.exp_avg_sq": value for name, value in last.second_moments.items()}
+    return found | {"optimizer.step": torch.tensor(last.updates).double()}
 
 
 def reference(computation: Computation, data: Data) -> Outcome:
@@ -137,4 +167,5 @@ def reference(computation: Computation, data: Data) -> Outcome:
         first_moments=padded(last.first_moments),
         second_moments=padded(last.second_moments),
         updates={name: torch.tensor(float(last.updates)) for name in last.weights},
+        written={"held-out": validation(computation, data, last.weights), "checkpoint's": stored(last)},
     )
