@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quern.errors import InputError
 from quern.model.attention import Documents, attend, attention_mask
 from quern.model.config import ModelShape
+from quern.parallel.context import kernels
 from quern.torch_versions import set_flash_attention
 from quern.train.config import TrainConfig
 from quern.train.step.precision import Precision
@@ -110,7 +111,8 @@ def use_flash(config: TrainConfig, shape: ModelShape, precision: Precision, back
     except (ImportError, RuntimeError) as error:
         raise InputError(f"flash_attention: {which} needs the package {package}, and here: {error}") from error
     try:
-        _try_out(shape, precision.compute, backend if config.document_mask else "sdpa", device)
+        shared, own = config.parallel.context.shards > 1, backend if config.document_mask else "sdpa"
+        _try_out(shape, precision.compute, "stretches" if shared else own, device)
     except Exception as error:  # kernels and their compilers raise anything
         set_flash_attention(None)
         raise InputError(
@@ -121,15 +123,23 @@ def use_flash(config: TrainConfig, shape: ModelShape, precision: Precision, back
 
 
 def _try_out(shape: ModelShape, dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    """``sdpa`` without documents, or ``varlen`` with two of them."""
+    """``sdpa`` without documents, ``varlen`` with two of them, or two ``stretches`` of queries that are fewer than
+    their keys, as context parallelism has them."""
     q, k, v = (
         torch.zeros(1, 256, heads, shape.head_dim, dtype=dtype, device=device, requires_grad=True)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    ids, starts = torch.zeros(1, 256, dtype=torch.int32), torch.tensor([0, 100, 256], dtype=torch.int32)
-    documents = Documents(ids.to(device), starts.to(device), 156) if backend == "varlen" else None
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else another is taken where this one does not fit
-        out = attend(q, k, v, attention_mask(backend, documents, device))
-        found = (out, *torch.autograd.grad(out, (q, k, v), torch.zeros_like(out)))
+    ids, starts = torch.zeros(1, 256, dtype=torch.int32), torch.tensor([0, 100, 256], dtype=torch.int32).to(device)
+    found: list[torch.Tensor] = []
+    for causal in (True, False) if backend == "stretches" else ():
+        by = kernels.Stretches(starts // 2, starts, (78, 156), causal)
+        with torch.no_grad():
+            out, lse = kernels.forward(q[0, :128], k[0], v[0], by)
+            found += out, *kernels.backward(torch.zeros_like(out), q[0, :128], k[0], v[0], out, lse, by)
+    if not found:
+        documents = Documents(ids.to(device), starts, 156) if backend == "varlen" else None
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else another is taken where this one does not fit
+            out = attend(q, k, v, attention_mask(backend, documents, device))
+            found += out, *torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
     if not all(bool(part.isfinite().all()) for part in found):
         raise RuntimeError("numbers that are not finite")

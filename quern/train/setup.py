@@ -50,6 +50,7 @@ from quern.train.step.by_rank import RankFigures
 from quern.train.step.by_source import SourceLosses
 from quern.train.step.forensics import Facts, Forensics
 from quern.train.step.guard import Guard
+from quern.train.step.host_optimizer import HostOptimizer
 from quern.train.step.metrics import Metrics, Utilisation, peak_flops
 from quern.train.step.non_finite import first_non_finite
 from quern.train.step.optimizer import build_optimizer, follow_updates
@@ -57,6 +58,7 @@ from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
+from quern.train.summary import check_host_memory, step_of
 from quern.train.supervision import out_of_memory
 from quern.train.supervision.link_probe import LinkProbe
 from quern.train.supervision.recomputation import check_recomputation
@@ -191,6 +193,9 @@ def open_trainer(
     model = _model(config, shape, precision, ranks)
     check_float8(config, precision, ranks.device)
     machine.set_numerics(config.deterministic)
+    hosts = together.gather(socket.gethostname())
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
+    together.all_or_raise(lambda: check_host_memory(config, step_of(config, shape, layout), here, ranks.device.type))
     together.all_or_raise(lambda: use_flash(config, shape, precision, model.attention, ranks.device))
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
@@ -218,6 +223,8 @@ def open_trainer(
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
             first_weights(parallel.weights, config.seed)
         optimizer = build_optimizer(parallel.weights, config.optimizer, parallel.masters)
+        if isinstance(optimizer, HostOptimizer):
+            opened.enter_context(optimizer)
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(parallel.weights, optimizer, _facts(config, corpus, shape, layout.plan))
@@ -248,7 +255,6 @@ def open_trainer(
             return metrics, Trackers(config.run_dir, config.metrics)
 
         metrics, trackers = together.all_or_raise(written_once)
-        hosts = together.gather(socket.gethostname())
         forensics = _forensics(config, start, mesh, parallel, optimizer, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from quern.errors import InputError
 from quern.mixtures.order import Order
 from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
@@ -22,11 +24,13 @@ from quern.train.batches.sharing import shared_attention
 from quern.train.begin import ahead
 from quern.train.config import TrainConfig
 from quern.train.init_from import starting_checkpoint
+from quern.train.processes.machine import available_memory
 from quern.train.step.schedule import learning_rate
+from quern.words import counted, size
 
 __all__ = [
-    "checkpoint_size", "communication", "float8", "held_bytes", "host_state", "layout", "pipeline", "sharing",
-    "state_memory", "step_of", "summarise",
+    "check_host_memory", "checkpoint_size", "communication", "float8", "held_bytes", "host_state", "layout", "pipeline",
+    "sharing", "state_memory", "step_of", "summarise",
 ]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
@@ -86,6 +90,27 @@ def host_state(step: Step, config: TrainConfig) -> dict[str, int] | None:
     ranks = _first_of_each_pipeline_rank(step.plan) if step.layout.host_state else ()
     found = (planned_host_state(step, rank, _moment_bytes(config)) for rank in ranks)
     return max(found, key=lambda own: own["device"], default=None)
+
+
+def check_host_memory(config: TrainConfig, step: Step, here: Sequence[int], device: str) -> None:
+    """Refuse ``optimizer.state: host``, and pinned copies of checkpoints, that this machine has no memory for: the
+    kernel would end a rank, minutes later. Before any rank allocates. ``here``: those of this machine; on the
+    ``device`` cpu weights and gradients come on top.
+
+    Raises:
+        InputError: how much is needed, and how much there is.
+    """
+    free, hosted = available_memory(), step.layout.host_state
+    found = [planned_host_state(step, rank, _moment_bytes(config)) for rank in here if hosted]
+    state = sum(own["host"] + own["staging"] + own["device"] * (device == "cpu") for own in found)
+    copies = int(checkpoint_size(step, config)["copy_gib_per_rank"] * 2**30) * len(here)
+    if free is not None and (hosted or device == "cuda") and state + copies > free:
+        who = "optimizer.state: host needs" if hosted else "checkpoint.mode: thread and process need"
+        raise InputError(
+            f"{who} {size(state + copies)} of the host's memory for {counted(len(here), 'rank')} of this machine, "
+            f"{size(copies)} of it to copy checkpoints, and {size(free)} are available; give "
+            f"{'checkpoint.mode=sync, which copies nothing, or ' if copies else ''}more machines to split it over"
+        )
 
 
 def _moment_bytes(config: TrainConfig) -> int:

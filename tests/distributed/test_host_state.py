@@ -32,6 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
                              "model": {"tied_embeddings": True}}),
     "fsdp2 in bf16": (2, SHARDS | {"optimizer": {"gradients": "bf16", "moments": "bf16"}}),
     "fsdp2 fp8": (2, SHARDS | {"float8": {"recipe": "tensorwise"}}),
+    "fsdp2 zero 1": (2, {"parallel": {"dp_shard": 2, "zero": 1}}),
+    "cp2": (2, {"parallel": {"cp": 2}}),
+    "cp2fsdp2 zero 1": (4, {"parallel": {"cp": 2, "cp_method": "allgather", "dp_shard": 2, "zero": 1},
+                            "micro_batch": 1}),
     "hsdp2x2": (4, {"parallel": {"dp_replicate": 2, "dp_shard": 2}, "replicas": {"interval": 2}}),
     "tp2": (2, {"parallel": {"tp": 2, "tp_pieces": 2}}),
     "tp2fsdp2": (4, {"parallel": {"dp_shard": 2, "tp": 2}}),
@@ -149,6 +153,7 @@ def size(tensors: Any) -> int:
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
+        pytest.param(2, {"parallel": {"cp": 2}}, marks=LONG),
         (1, {"parallel": {"dp_shard": 1}}),
         pytest.param(1, {"parallel": {"dp_shard": 1}, "model": {"tied_embeddings": True}}, marks=LONG),
         pytest.param(1, {"parallel": {"dp_shard": 1}, "precision": "fp32"}, marks=LONG),

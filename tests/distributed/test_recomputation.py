@@ -85,6 +85,10 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, list[int], bool, list[list[int]]]
     ),
     "TP": ({"dp_shard": 1, "tp": 2}, Fault(1, FFN, "activation", 3, 25, STEP, 1), [0, 1], False, [[0, 0], [1, 1]]),
     "FSDP + TP": ({"dp_shard": 2, "tp": 2}, Fault(3, NORM, "gradient", 3, 2, STEP, 1), [3], True, [[3, 1]]),
+    "CP": (
+        {"dp_shard": 1, "cp": 2, "cp_method": "ring"}, Fault(1, FFN, "activation", 3, 25, STEP, 1), [0, 1], False,
+        [[0, 0], [1, 1]],
+    ),
     "FSDP + CP": (
         {"dp_shard": 2, "cp": 2, "cp_method": "allgather"}, Fault(3, NORM, "gradient", 3, 31, STEP, 1), [3], True,
         [[3, 1]],

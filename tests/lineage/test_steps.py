@@ -194,8 +194,11 @@ def test_positions_of_cp_are_those_that_each_rank_was_given(tmp_path: Path, cont
 
 
 def test_a_ledger_of_another_rule_tells_no_positions(tmp_path: Path) -> None:
-    for told in ({**Context("ring", 2, 1).to_dict(), "rule": 99}, {"ranks": 2}, "ring", {"ranks": 4, "heads": 3}):
+    ring = Context("ring", 2, 1).to_dict()
+    unlike = ({"rule": 99}, {"rule": True}, {"rule": 1.0}, {"heads": True}, {"ranks": 3, "heads": 2}, {"method": []})
+    for told in (*(ring | own for own in unlike), {"ranks": 2}, "ring", {"ranks": 4, "heads": 3}):
         assert Context.from_dict(told) is None
+    assert Context.from_dict(ring) == Context("ring", 2, 1)
     assert Context.from_dict(Context("usp", 8, 4).to_dict()) == Context("usp", 8, 4)
 
 

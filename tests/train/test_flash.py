@@ -205,3 +205,39 @@ def test_the_trial_of_documents_is_varlens(tmp_path, paths, package, monkeypatch
     assert backend == "varlen"
     assert documents.cu_seqlens.tolist() == [0, 100, 256]
     assert documents.max_seqlen == max(100, 256 - 100)
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring"])
+@pytest.mark.parametrize("fails", [None, "forward", "backward"])
+def test_the_trial_of_shared_keys_has_more_keys_than_queries(tmp_path, paths, package, monkeypatch, method, fails):
+    """The kernel is CUDA's: what it would be given. A package may lack what cp needs and have all else."""
+    given: list[Any] = []
+    forward, backward = flash.kernels.forward, flash.kernels.backward
+
+    def spied(q, k, v, by):
+        stretches = [torch.diff(own).tolist() for own in (by.cu_queries, by.cu_keys)]
+        given.append((tuple(q.shape), tuple(k.shape), q.dtype, by.causal, *stretches, by.longest))
+        if fails == "forward":
+            raise RuntimeError("cu_seqlens_q and cu_seqlens_k differ")
+        return forward(q, k, v, by)
+
+    def nan(*of):
+        return [own * torch.nan if fails == "backward" else own for own in backward(*of)]
+
+    monkeypatch.setattr(flash.kernels, "forward", spied)
+    monkeypatch.setattr(flash.kernels, "backward", nan)
+    monkeypatch.setattr(flash, "attend", None)
+    cp = {"cp": 2, "cp_method": method}
+    config = case.settings(tmp_path / "run", paths, flash_attention="fa3", precision="bf16", parallel=cp)
+    if fails is None:
+        flash.use_flash(config, shape_of(), precision_of("bf16"), "varlen", CPU)
+    else:
+        with pytest.raises(
+            InputError, match=r"^flash_attention: fa3 fails with 4 heads of 64 and 2 of keys in bf16: R.*"
+        ):
+            flash.use_flash(config, shape_of(), precision_of("bf16"), "varlen", CPU)
+        assert current_flash_attention_impl() is None
+    queries, keys = (128, 4, 64), (256, 2, 64)
+    rest = [50, 78], [100, 156], (78, 156)
+    expected = [(queries, keys, torch.bfloat16, causal, *rest) for causal in (True, False)]
+    assert given == expected[: 1 if fails == "forward" else 2]

@@ -3,10 +3,15 @@ for its own part of an update alone."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
+from quern.errors import InputError
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
@@ -24,8 +30,11 @@ from quern.parallel.apply import Parallel, parallelize
 from quern.parallel.host_masters import _master
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import build_mesh
+from quern.train import setup, summary
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
 from quern.train.config import OptimizerConfig
+from quern.train.processes.ranks import open_ranks
+from quern.train.setup import open_trainer
 from quern.train.step import host_optimizer
 from quern.train.step.optimizer import build_optimizer, follow_updates, step
 from support.train import run_case as CASE
@@ -68,13 +77,108 @@ LONG = pytest.mark.long
 )  # fmt: skip
 def test_a_run_is_the_same_bits(changes: dict[str, Any], paths: list[str], tmp_path: Path) -> None:
     """Two micro-batches a step, clipped, one skipped, validations between: weights, moments, the guard's history."""
+    before = {*threading.enumerate()}
     device, host = (
         CASE.live(CASE.settings(tmp_path / state, paths, **on(state, **changes)), factor=nan_at_3).state
         for state in ("device", "host")
     )
     assert CASE.differences(device, host) == []
+    assert new_threads(before) == []
     assert all(device[name].dtype != torch.bfloat16 for name in device if name.startswith("model."))
     assert CASE.told(tmp_path / "host", "skipped") == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "sync"])
+def test_a_run_that_the_machine_has_no_memory_for_is_refused(
+    mode: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a rank allocates. Against the bytes of the tensors of a run, and of what its checkpoints are copied to."""
+    checkpoint = {"mode": mode, "interval": 1}
+    config = CASE.settings(tmp_path / "run", paths, **on("host", checkpoint=checkpoint, steps=3))
+    held: list[int] = []
+
+    def look(trainer: Any, step: int) -> None:
+        optimizer, weights = trainer.optimizer, [*trainer.model.parameters()]
+        moments = [slots[name] for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        tensors = [*weights, *(own.grad for own in weights), *trainer.parallel.weights.parameters(), *moments]
+        tensors += [*optimizer._gradients, *optimizer._weights]
+        kept, copied = trainer.parallel.kept, trainer.checkpoints.async_save._snapshot
+        held[:] = [
+            sum(own.nbytes for own in tensors) + sum(own.bytes for own in kept),
+            0 if copied is None else copied._memory.size,
+        ]
+
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        trainer.on_gradients = look
+        trainer.fit()
+    assert (held[1] > 0) == (mode == "thread")
+    copies = " of it to copy checkpoints, and .* available; give checkpoint.mode=sync" if held[1] else " 0 B of it .*"
+    monkeypatch.setattr(setup, "parallelize", allocated)
+    for state, share, fits in (("host", 1.02, True), ("host", 0.98, False), ("device", 0.01, True)):
+        monkeypatch.setattr(summary, "available_memory", lambda share=share: int(share * sum(held)))
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"state": state})})
+        told = f"^optimizer.state: host needs .* for 1 rank of this machine,.*{copies}"
+        expected = pytest.raises(AllocatedError) if fits else pytest.raises(InputError, match=told)
+        with open_ranks("cpu") as ranks, expected, open_trainer(config, ranks):
+            pass
+
+
+def needed(patch: pytest.MonkeyPatch, config: Any, here: list[int], device: str) -> int:
+    """The bytes from which on a run of three ranks is not refused."""
+    layout = setup.check_settings(config, 3, VOCABULARY)
+    planned = summary.step_of(config, config.model.shape(VOCABULARY), layout)
+
+    def fits(free: int) -> bool:
+        patch.setattr(summary, "available_memory", lambda: free)
+        with suppress(InputError):
+            summary.check_host_memory(config, planned, here, device)
+            return True
+        return False
+
+    return bisect_left(range(1 << 30), True, key=fits)
+
+
+def test_all_ranks_of_a_machine_count_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipeline, whose stages are of several sizes; where there is a GPU weights and gradients are on it."""
+    asked = {"checkpoint": {"mode": "sync"}, "parallel": {"pp": 3}, "micro_batch": 1, "model": {"num_layers": 3}}
+    config = CASE.settings(tmp_path / "run", ["nowhere"], **on("host", **asked))
+    of = partial(needed, monkeypatch, config)
+    alone = [of([rank], "cuda") for rank in range(3)]
+    assert len(set(alone)) > 1
+    assert of([0, 1, 2], "cuda") == sum(alone)
+    assert of([1, 2], "cuda") == alone[1] + alone[2]
+    shape = config.model.shape(VOCABULARY)
+    norms = 2 * shape.dim
+    matrices = shape.num_block_parameters // 3 - norms
+    assert of([1], "cpu") - alone[1] == (4 + 4) * norms + (4 + 2) * matrices  # of one block
+
+
+@pytest.mark.parametrize("mode", ["thread", "process", "sync"])
+def test_pinned_copies_of_checkpoints_count_wherever_the_state_is(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of masters and two moments for each of three ranks; on a CPU nothing is pinned."""
+    asked = {"checkpoint": {"mode": mode}, "parallel": {"dp_shard": 3}, "global_batch": 12, "micro_batch": 2}
+    config = CASE.settings(tmp_path / "run", ["nowhere"], **on("device", **asked))
+    copied = 0 if mode == "sync" else 12 * config.model.shape(VOCABULARY).num_parameters
+    assert needed(monkeypatch, config, [0, 1, 2], "cuda") == pytest.approx(copied, abs=3)
+    assert needed(monkeypatch, config, [1], "cuda") == pytest.approx(copied / 3, abs=1)
+    assert needed(monkeypatch, config, [0, 1, 2], "cpu") == 0
+    layout = setup.check_settings(config, 3, VOCABULARY)
+    planned = summary.step_of(config, config.model.shape(VOCABULARY), layout)
+    monkeypatch.setattr(summary, "available_memory", lambda: copied // 2)
+    told = r"^checkpoint\.mode: thread and process need .* for 2 ranks of this machine, .*; give checkpoint.mode=sync"
+    with pytest.raises(InputError, match=told) if copied else nullcontext():
+        summary.check_host_memory(config, planned, [0, 1], "cuda")
+
+
+class AllocatedError(Exception):
+    """A rank came to where it allocates."""
+
+
+def allocated(*_: Any) -> None:
+    raise AllocatedError
 
 
 @pytest.mark.slow
@@ -302,6 +406,35 @@ def test_an_error_of_an_update_reaches_whoever_waits() -> None:
     with pytest.raises(MemoryError):
         optimizer.wait()
     assert len(calls) == 2
+
+
+def test_closing_waits_for_the_update_and_leaves_no_thread_and_no_cycle() -> None:
+    """A second time it does nothing."""
+    before = {*threading.enumerate()}
+    parallel, optimizer = built("host")
+    gradients(parallel, optimizer, 0)
+    optimizer._inner.register_step_pre_hook(lambda *_: time.sleep(0.01))
+    step(optimizer, 0.01)
+    assert new_threads(before) == ["host-optimizer_0"]
+    optimizer.close()
+    optimizer.close()
+    assert all(update.done() for update in optimizer._updates)
+    assert new_threads(before) == []
+    parallel.run.forward([inputs_of(1)])
+    with pytest.raises(RuntimeError, match="shutdown"):
+        step(optimizer, 0.01)
+    gc.disable()
+    try:
+        alive = weakref.ref(optimizer)
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def new_threads(before: set[threading.Thread]) -> list[str]:
+    """Of an update, which began since and are there."""
+    return [own.name for own in {*threading.enumerate()} - before if own.name.startswith("host-optimizer")]
 
 
 def test_masters_of_split_weights_lie_on_the_host() -> None:

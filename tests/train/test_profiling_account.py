@@ -200,3 +200,37 @@ def test_kernels_by_name_and_by_what_launched_them(name, chain, expected):
 def test_collectives_by_name(name, expected):
     assert collective(name) == expected
     assert expected in _COLLECTIVES
+
+
+@pytest.mark.parametrize(
+    ("callers", "expected"),
+    [
+        (("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"), "all-to-all"),
+        (("c10d::send", "quern::context_attention"), "ring of cp"),
+        (("c10d::send", "quern::context_attention_backward", "autograd::engine::evaluate_function"), "ring of cp"),
+        (("c10d::send",), "send and receive"),
+        ((), "send and receive"),
+    ],
+)
+def test_nccls_sends_are_what_called_them(tmp_path, callers, expected):
+    """Of an all-to-all and a ring too, in which no stage waits for another."""
+    rows = [case.mark("ProfilerStep#0", 0, 50)]
+    rows += [case.op(name, 10 - depth, 13 + depth) for depth, name in enumerate(callers, 1)]
+    rows += [case.call("cudaLaunchKernelExC", 10, 12, 1), case.kernel("ncclDevKernel_SendRecv", 14, 40, 1)]
+    (found,) = accounted(tmp_path, rows).collectives
+    assert (found.kind, found.count, found.total_ns) == (expected, 1, 26_000)
+    assert expected in _COLLECTIVES
+
+
+def test_gloos_sends_are_of_the_ring_that_they_begin_in(tmp_path):
+    """Its spans outlast the call, and those of a pipeline on another thread begin in the same time."""
+    rows = [
+        case.mark("ProfilerStep#0", 0, 50),
+        case.op("quern::context_attention", 5, 30),
+        case.op("c10d::send", 8, 10),
+        case.mark("gloo:send", 9, 35),
+        case.mark("gloo:recv", 9, 12, lane=case.AUTOGRAD),
+        case.mark("gloo:send", 40, 44),
+    ]
+    kinds = {each.kind: each.total_ns for each in accounted(tmp_path, rows).collectives}
+    assert kinds == {"ring of cp": 27_000, "send and receive": 3_000 + 4_000}

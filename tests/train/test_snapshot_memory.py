@@ -17,14 +17,13 @@ import psutil
 import pytest
 import torch
 
-from quern.errors import InputError
 from quern.train.checkpoint.format.files import FILE_BYTES, StoredTensor, deal_files
-from quern.train.checkpoint.save import snapshot as snapshots
 from quern.train.checkpoint.save.background import Process
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.snapshot import Memory, Snapshot
 from quern.train.checkpoint.save.work import Work
 from quern.train.config import CheckpointConfig
+from quern.train.processes import machine
 from support.train import checkpoint_case as case
 
 PAGE = mmap.PAGESIZE
@@ -217,35 +216,9 @@ def test_the_thread_is_on_the_ranks_own_gpu_before_it_asks_for_anything(cuda):
     assert seen == [("snapshot", device)]
 
 
-@pytest.mark.parametrize(("held", "free", "fits"), [(0, 12, True), (0, 11, False), (1, 8, True), (1, 7, False)])
-def test_memory_is_pinned_only_where_all_ranks_of_the_machine_have_room(cuda, monkeypatch, held, free, fits):
-    """Three pages for each of four ranks; what a rank has already is let go before."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(snapshots, "_available", lambda: free * PAGE)
-    memory, size = Memory(), 3 * PAGE
-    memory.grow(held * PAGE)
-    Snapshot(memory, torch.device("cpu")).check_room(size)
-    snapshot = Snapshot(memory, torch.device("cuda"))
-    if fits:
-        snapshot.check_room(size)
-        return
-    with pytest.raises(InputError, match=r"checkpoint\.mode: .* for the 4 of this machine, .* checkpoint\.mode=sync"):
-        snapshot.check_room(size)
-
-
 def test_the_memory_that_is_available_is_what_psutil_says():
-    told = snapshots._available()
+    told = machine.available_memory()
     assert told == pytest.approx(psutil.virtual_memory().available, rel=0.5)
-
-
-def test_a_save_asks_for_room_before_memory_is_allocated(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(Snapshot, "check_room", lambda self, size: asked.append((self._memory.size, size)))
-    with CheckpointManager(str(tmp_path / "run"), CheckpointConfig(mode="thread")) as checkpoints:
-        checkpoints.async_save.prepare(case.make(tmp_path))
-    ((held, size),) = asked
-    assert held == 0
-    assert size
 
 
 def test_an_error_of_the_device_is_the_snapshots(cuda):

@@ -45,10 +45,10 @@ class Context:
         """None where it is not told, or of another rule."""
         if not isinstance(told, dict) or told.get("rule") != RULE or told.get("method") not in get_args(Method):
             return None
-        ranks, heads = told.get("ranks"), told.get("heads")
-        if type(ranks) is not int or type(heads) is not int or not 0 < heads <= ranks or ranks % heads:
+        rule, ranks, heads = told["rule"], told.get("ranks"), told.get("heads")
+        if type(rule) is not int or type(ranks) is not int or type(heads) is not int:  # true equals 1
             return None
-        return Context(told["method"], ranks, heads)
+        return Context(told["method"], ranks, heads) if 0 < heads <= ranks and ranks % heads == 0 else None
 
     @property
     def shards(self) -> int:

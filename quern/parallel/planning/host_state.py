@@ -37,7 +37,7 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
         for _ in stages[stage]:
             unit(block_weights(shape, tp), True)
         unit(ends[len(ends) - apart :], adds)
-        copied += ends[0].size * (last and not (apart and adds))
+        copied += ends[0].size if last and not (apart and adds) else 0  # stages in the middle have no ends
     total, sent = map(sum, zip(*sizes, strict=True))
     if layout.float8 is not None:
         copied = total

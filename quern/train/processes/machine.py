@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind_cores", "collecting", "pci_address", "set_allocator", "set_numerics"]
+__all__ = ["available_memory", "bind_cores", "collecting", "pci_address", "set_allocator", "set_numerics"]
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,15 @@ def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
     first use, and unless the user has given settings."""
     if not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say (Linux's proc says)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
 
 
 def pci_address(device: torch.device) -> str:

@@ -226,10 +226,12 @@ def _on_host(trace: Trace) -> Account:
     threads, main = _threads(trace), _main(trace, steps)
     windows = _apart([(step.start, step.stop) for step in steps]) or [_extent(trace.host)]
     sums = _Sums(windows)
+    rings = [event for event in trace.host if event.name.startswith("quern::context")]
     for event in trace.host:
         if _is_span_of_gloo(event):
             span = (event.start, event.stop)
-            sums.collectives[collective(event.name)][span] = span
+            around = [own.name for own in rings if own.lane == event.lane and own.start <= event.start < own.stop]
+            sums.collectives[collective(event.name, around)][span] = span
     for lane, thread in threads.items():
         if lane == main or thread.runs_backward:
             _compute_of(thread, sums)
@@ -253,7 +255,7 @@ def _compute_of(thread: _Thread, sums: _Sums) -> None:
             sums.add((start, stop), kind, chain[0].name, chain, begins=begins)
         elif kind == COMMUNICATION:
             outer = next(event for event in chain[::-1] if operation_class((event.name,)) == COMMUNICATION)
-            sums.collectives[collective(outer.name)][start, stop] = (outer.start, outer.stop)
+            sums.collectives[collective(outer.name, [own.name for own in chain])][start, stop] = outer.start, outer.stop
 
 
 def _on_cuda(trace: Trace) -> Account:
@@ -269,9 +271,10 @@ def _on_cuda(trace: Trace) -> Account:
         if event.category == "gpu_memcpy" and any(way in event.name for way in ("HtoD", "DtoH")):
             copies.append(span)
             continue
-        kind = kernel_class(event.name, tuple(each.name for each in chain))
+        names = tuple(each.name for each in chain)
+        kind = kernel_class(event.name, names)
         if kind == COMMUNICATION:
-            sums.collectives[collective(event.name)][span] = span
+            sums.collectives[collective(event.name, names)][span] = span
         else:
             sums.add(span, kind if event.category == "kernel" or chain else ELEMENTWISE, event.name, chain)
     waits = [*copies, *_marked(trace, MARK_DATA)]

@@ -7,6 +7,7 @@ Names are those of ATen's operators, of cuBLAS, CUTLASS, cuDNN, FlashAttention a
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 __all__ = [
@@ -73,6 +74,8 @@ _COLLECTIVES = (
     ("broadcast", re.compile("broadcast", re.IGNORECASE)),
     ("copies between devices", re.compile("PtoP")),
 )
+_OF_SENDS = (("all-to-all", re.compile("all_?to_?all")), ("ring of cp", re.compile("quern::context_attention")))
+"""NCCL makes an all-to-all of sends, and keys go round by them: what called them tells."""
 
 #: Calls of the runtime in which the host waits for the device.
 _WAITS = re.compile("(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize")
@@ -118,9 +121,12 @@ def kernel_class(name: str, chain: tuple[str, ...]) -> str:
     return ELEMENTWISE
 
 
-def collective(name: str) -> str:
-    """Which collective an NCCL kernel or a gloo span is."""
-    return next((kind for kind, pattern in _COLLECTIVES if pattern.search(name)), WAITING)
+def collective(name: str, chain: Sequence[str] = ()) -> str:
+    """Which collective an NCCL kernel or a gloo span is, by its name and the operations that it was called from."""
+    found = next((kind for kind, pattern in _COLLECTIVES if pattern.search(name)), WAITING)
+    if found != "send and receive":
+        return found
+    return next((kind for kind, pattern in _OF_SENDS if any(map(pattern.search, chain))), found)
 
 
 def waits_for_device(name: str) -> bool:

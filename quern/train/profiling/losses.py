@@ -16,7 +16,8 @@ _COLLECTIVES = {
     "micro-batch, not twice; parallel.dp_replicate keeps gathers among fewer ranks",
     "reduce-scatter": "a larger micro_batch hides more of it; parallel.dp_replicate keeps sums among fewer ranks",
     "all-reduce": "a larger global_batch makes it rarer; ranks that wait for a slower one wait here",
-    "all-to-all": "a larger micro_batch hides more of it",
+    "all-to-all": "ranks of cp exchange tokens for heads, which nothing hides: a smaller parallel.cp",
+    "ring of cp": "more tokens a rank hide more of it: a larger seq_len or a smaller parallel.cp",
     "send and receive": "stages wait for each other: more micro-batches, another parallel.schedule, or "
     "parallel.stage_layers where stages are unequal",
     "broadcast": "look in the trace for who sends so much",

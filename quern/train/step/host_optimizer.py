@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, get_device_module, nn
 from torch.distributed.tensor import DTensor
 
+from quern.closes import Closes
 from quern.parallel.clip import local_part
-from quern.parallel.host_masters import HostMasters
+from quern.parallel.host_masters import HostMasters, Unit
 
 __all__ = ["HostOptimizer"]
 
@@ -26,7 +27,7 @@ _ALIGNED = 64
 """Bytes, at whose multiples tensors begin in a buffer."""
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class HostOptimizer(torch.optim.Optimizer, Closes):
     """An ``inner`` optimizer over a model's masters, whose gradients and weights are on a device.
 
     :meth:`step` returns before the update is done. ``state`` and :meth:`wait` wait for its end, and so must whoever
@@ -73,6 +74,12 @@ class HostOptimizer(torch.optim.Optimizer):
         """Until masters, moments and the weights on the device are those of the last step, up to a unit's."""
         if self._updates:
             self._updates[unit].result().synchronize()  # by the host: FSDP2 gathers on streams of its own
+
+    def close(self) -> None:
+        """Wait for the last update's end, without its error, and end the thread; a later step fails."""
+        self._thread.shutdown()
+        for unit in self._units:
+            unit.wait = Unit.wait
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: a checkpoint is loaded into ``state`` and the masters in place, and then published."""

@@ -136,11 +136,6 @@ class AsyncSave:
     def _plan_for(self, view: TensorView) -> Plan:
         plan = self._planner.plan(view.tensors, view.rows)
         if plan is not self._plan:
-            if (snapshot := self._snapshot) is not None:
-                places = [tensor for file in plan.files for tensor in file.tensors]
-                sizes = self._agreement.gather(max((place.end for place in places), default=0))
-                mean = sum(sizes) / len(sizes)  # stages of a pipeline are of several sizes
-                self._agreement.all_or_raise(lambda: snapshot.check_room(mean))  # before any of them allocates
             self._agreement.all_or_raise(lambda: self._lay_out(plan))
             self._plan = plan
         return plan

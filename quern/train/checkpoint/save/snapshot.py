@@ -17,7 +17,6 @@ from contextlib import suppress
 
 import torch
 
-from quern.errors import InputError
 from quern.train.checkpoint.format.files import StoredTensor
 
 __all__ = ["Memory", "Snapshot"]
@@ -93,19 +92,6 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def _available() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say (Linux's proc says)."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"
-
-
 def _check(code: object) -> None:
     if int(code) != 0:  # type: ignore[call-overload]
         raise OSError(f"the snapshot's memory could not be registered with CUDA (error {code})")
@@ -121,24 +107,6 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
         self._copies = _Copies([])
         self._thread: threading.Thread | None = None
-
-    def check_room(self, size: float) -> None:
-        """Refuse to pin what this machine has no memory for, all of its ranks together: the kernel would end one of
-        them. For CUDA alone, and before any rank of the machine calls :meth:`prepare`. ``size``: bytes of a rank, of
-        all ranks on average.
-
-        Raises:
-            InputError: how much is needed, and how much there is.
-        """
-        free = None if self._stream is None else _available()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if free is None or (size - self._memory.size) * ranks <= free:
-            return
-        raise InputError(
-            f"checkpoint.mode: thread and process pin {_gib(size)} of the host's memory a rank, {_gib(size * ranks)} "
-            f"for the {ranks} of this machine, which has {_gib(free + self._memory.size * ranks)} of it; give "
-            "checkpoint.mode=sync, which copies nothing, or more machines to split the state over"
-        )
 
     def prepare(self, places: Sequence[StoredTensor]) -> None:
         """Allocate the memory for ``places``, and on CUDA pin it, before the first copy."""
