@@ -44,11 +44,7 @@ class Device(StrEnum):
 @reports_errors
 def selftest(
     layouts: Annotated[
-        Layouts,
-        typer.Option(
-            help="published: those that exclude faults found in other trainers; quick: every layout and schedule, "
-            "minutes; all: every legal case, some 1,700."
-        ),
+        Layouts, typer.Option(help="quick: all layouts, minutes; published: known faults of others; all: 1,700 cases.")
     ] = Layouts.quick,
     case: Annotated[
         list[str] | None, typer.Option(help="Only cases of this name, as the table shows it; * stands for anything.")
@@ -89,9 +85,8 @@ def selftest(
 
 def _chosen(layouts: Layouts, patterns: list[str]) -> list[Case]:
     if not patterns:
-        if layouts is Layouts.all:
-            return everything()
-        return [case for case in quick() if layouts is Layouts.quick or str(case) in PUBLISHED]
+        cases = everything() if layouts is Layouts.all else quick()
+        return [case for case in cases if layouts is not Layouts.published or str(case) in PUBLISHED]
     known = {str(case): case for case in [*everything(), *quick(), *product()]}
     found: dict[str, Case] = {}
     for pattern in patterns:

@@ -17,9 +17,11 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "Megatron-LM #906": "gradients are multiplied by the number of ranks of cp",
     },
     "tp2-none-x3-mask-tied-norm-skip1": {
-        "Megatron-LM #7452, finding 8": "of a weight split by heads one rank's part alone enters the norm",
         "Megatron-LM #7452, finding 11": "gradients of norms of heads, which each rank has whole, are not summed",
         "TransformerEngine (ROCm) #715": "weights that each rank has whole enter the norm once a rank",
+    },
+    "tp2-none-x1-mask-untied-six-z-ramp": {
+        "Megatron-LM #7452, finding 8": "of a weight split by heads one rank's part alone enters the norm",
     },
     "fsdp2tp2-none-x3-mask-tied-norm-skip1": {
         "Megatron-LM #7452, finding 7": "embeddings are scattered over other ranks than those of tp",

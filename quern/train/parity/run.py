@@ -61,7 +61,7 @@ class Outcome:
     updates: Table = field(default_factory=dict)
     """AdamW's step counts."""
     written: dict[str, Table] = field(default_factory=dict)
-    """``held-out``: loss and targets of the last validation; ``checkpoint's``: weights and moments in the last one, by
+    """``held-out figure``: the last validation's loss and targets; ``stored value``: the last checkpoint's tensors by
     their names there. Rank 0's."""
     digest: str = ""
     """Of all tensors: replicas must hold the same bits. A replica but the first sends nothing else."""
@@ -156,10 +156,12 @@ def _train(config: TrainConfig, layout: Layout, skip: int | None) -> Outcome:
         rows = _lines(Path(config.run_dir, "metrics.jsonl"))
         outcome.rows = [row for row in rows if row["kind"] == "step"]
         held_out = next(row for row in rows if row["kind"] == "validation")
-        outcome.written["held-out"] = {
+        outcome.written["held-out figure"] = {
             name: torch.tensor(held_out[name], dtype=torch.float64) for name in ("loss", "tokens")
         }
-        outcome.written["checkpoint's"] = _stored(next(Path(config.run_dir, "checkpoints").glob("step_*")))
+        stored = StoredTensors(str(next(Path(config.run_dir, "checkpoints").glob("step_*"))))
+        sizes = {name: told.size for name, told in stored.tensors.items() if not name.startswith("extra.")}
+        outcome.written["stored value"] = {n: stored.read(n, next(boxes(s, s.numel()))) for n, s in sizes.items()}
         outcome.kinds = tuple(entry["kind"] for entry in _lines(Path(config.run_dir, "ledger.jsonl")))
     first = layout.coordinates(ranks.rank)[1] == 0
     return outcome if first else Outcome(outcome.package, digest=outcome.digest)
@@ -170,12 +172,6 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu().clone()
-
-
-def _stored(checkpoint: Path) -> Table:
-    stored = StoredTensors(str(checkpoint))
-    sizes = {name: told.size for name, told in stored.tensors.items() if not name.startswith("extra.")}
-    return {name: stored.read(name, next(boxes(size, size.numel()))) for name, size in sizes.items()}
 
 
 def _digest(outcome: Outcome) -> str:

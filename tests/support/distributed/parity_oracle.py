@@ -167,5 +167,5 @@ def reference(computation: Computation, data: Data) -> Outcome:
         first_moments=padded(last.first_moments),
         second_moments=padded(last.second_moments),
         updates={name: torch.tensor(float(last.updates)) for name in last.weights},
-        written={"held-out": validation(computation, data, last.weights), "checkpoint's": stored(last)},
+        written={"held-out figure": validation(computation, data, last.weights), "stored value": stored(last)},
     )
