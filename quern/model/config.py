@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from quern.config import Section
+from quern.model.moe.config import MoEConfig, MoEShape
 
 __all__ = ["PRESETS", "ModelConfig", "ModelShape", "RopeScaling"]
 
@@ -14,6 +16,7 @@ __all__ = ["PRESETS", "ModelConfig", "ModelShape", "RopeScaling"]
 Size = Annotated[int, Field(ge=1, le=2**28)]
 #: Bounded: names are made for every layer of a foreign file before anything of it is believed.
 Layers = Annotated[int, Field(ge=1, le=10_000)]
+QKNorm = bool | Literal["whole"]
 
 
 class RopeScaling(Section):
@@ -41,6 +44,8 @@ class RopeScaling(Section):
 class ModelShape(Section):
     """Every size of a model, resolved: what the network is built from and what a checkpoint records."""
 
+    later: ClassVar[Mapping[str, Any]] = {"moe": None}
+
     num_layers: Layers
     dim: Size
     num_heads: Size
@@ -53,8 +58,9 @@ class ModelShape(Section):
     rope_theta: Annotated[float, Field(gt=0)]
     rope_scaling: RopeScaling | None
     norm_eps: Annotated[float, Field(gt=0)]
-    qk_norm: bool
+    qk_norm: QKNorm
     tied_embeddings: bool
+    moe: MoEShape | None = None
 
     @property
     def padded_vocab_size(self) -> int:
@@ -62,25 +68,50 @@ class ModelShape(Section):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Of the norms of queries and keys: of a head, or of all side by side, as in OLMoE; 0 = there are none."""
+        if not self.qk_norm:
+            return 0, 0
+        whole = self.qk_norm == "whole"
+        return tuple(self.head_dim * (heads if whole else 1) for heads in (self.num_heads, self.num_kv_heads))  # type: ignore[return-value]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether that layer, counted from 0, has experts."""
+        return self.moe is not None and self.moe.is_sparse(layer)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the unpadded model; tied embeddings count once."""
         return self.num_block_parameters + self.dim + self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
 
     @property
+    def num_active_parameters(self) -> int:
+        """The same without the experts that a token is not given to."""
+        idle = sum(self.layer_parameters(n) - self.layer_parameters(n, active=True) for n in range(self.num_layers))
+        return self.num_parameters - idle
+
+    @property
     def num_block_parameters(self) -> int:
         """Parameters of all blocks, without embedding, head and final norm."""
+        return sum(map(self.layer_parameters, range(self.num_layers)))
+
+    def layer_parameters(self, layer: int, *, active: bool = False) -> int:
+        """Parameters of a block; ``active``: without the experts that a token is not given to."""
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
-        return self.num_layers * (attention + 3 * self.dim * self.ffn_dim + norms)
+        ffn = 3 * self.dim * self.ffn_dim
+        if self.moe is not None and self.moe.is_sparse(layer):
+            ffn = self.moe.num_parameters(self.dim, active=active)
+        return attention + ffn + 2 * self.dim + sum(self.qk_norm_widths)
 
     def flops_per_token(self, seq_len: int, *, causal: bool, head: bool = True) -> float:
         """Training FLOPs a token, forward and backward, recomputation never counted.
 
-        ``6 N + 12 · layers · heads · head_dim · seq_len`` with N the parameters of the blocks and of the output
-        projection, as in PaLM (Chowdhery et al. 2022, appendix B); ``causal`` counts the half of the attention matrix
-        that is used. ``head=False`` leaves out the output projection.
+        ``6 N + 12 · layers · heads · head_dim · seq_len`` with N the active parameters of the blocks and those of the
+        output projection, as in PaLM (Chowdhery et al. 2022, appendix B); ``causal`` counts the half of the attention
+        matrix that is used. ``head=False`` leaves out the output projection.
         """
-        matmul = self.num_block_parameters + (self.vocab_size * self.dim if head else 0)
+        blocks = sum(self.layer_parameters(layer, active=True) for layer in range(self.num_layers))
+        matmul = blocks + (self.vocab_size * self.dim if head else 0)
         attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
         return 6 * matmul + (attention / 2 if causal else attention)
 
@@ -101,13 +132,27 @@ PRESETS: dict[str, dict[str, Any]] = {
                    "rope_theta": 500_000.0},
     "llama3-405b": {"num_layers": 126, "dim": 16_384, "num_heads": 128, "num_kv_heads": 8, "ffn_dim": 53_248,
                     "rope_theta": 500_000.0},
+    # Jiang et al. 2024 (Mixtral of Experts), table 1
+    "mixtral-8x7b": {"num_layers": 32, "dim": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14_336,
+                     "rope_theta": 1e6, "moe": {"num_experts": 8, "top_k": 2, "normalize": True}},
+    # Yang et al. 2025 (Qwen3 Technical Report), table 2
+    "qwen3-30b-a3b": {"num_layers": 48, "dim": 2048, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128,
+                      "ffn_dim": 6144, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
+                      "moe": {"num_experts": 128, "top_k": 8, "ffn_dim": 768, "normalize": True}},
+    # Muennighoff et al. 2024 (OLMoE), table 1
+    "olmoe-1b-7b": {"num_layers": 16, "dim": 2048, "num_heads": 16, "num_kv_heads": 16, "ffn_dim": 1024,
+                    "qk_norm": "whole", "moe": {"num_experts": 64, "top_k": 8}},
 }  # fmt: skip
 
-Preset = Literal["debug", "125M", "1B", "llama3-8b", "llama3-70b", "llama3-405b"]
+Preset = Literal[
+    "debug", "125M", "1B", "llama3-8b", "llama3-70b", "llama3-405b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"
+]
 
 
 class ModelConfig(Section):
     """A preset, its sizes overridden one by one, or all sizes without a preset. Null means the preset's value."""
+
+    later: ClassVar[Mapping[str, Any]] = {"moe": None}
 
     preset: Preset | None = None
     """A named set of sizes. Example: llama3-8b"""
@@ -131,11 +176,24 @@ class ModelConfig(Section):
     """Llama-3 frequency scaling (Llama 3.1; ``rope_type: llama3`` in transformers); null = none. Example: {factor:
     8}"""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the mean square in RMSNorm."""
-    qk_norm: bool = False
-    """RMSNorm over each head's queries and keys (as in Qwen 3)."""
+    """Added to the mean square in RMSNorm; not given, it is the preset's."""
+    qk_norm: QKNorm = False
+    """RMSNorm over each head's queries and keys (as in Qwen 3), or over those of all heads together (``whole``, as in
+    OLMoE); not given, it is the preset's."""
     tied_embeddings: bool | None = None
     """Whether the output projection is the embedding; null = as the preset, else false. Example: true"""
+
+    moe: MoEConfig | None = None
+    """Experts in place of the SwiGLU; null = the preset's, else none. Example: {num_experts: 8, top_k: 2}"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_preset(cls, given: Any) -> Any:
+        """These two were never null, so that null cannot mean the preset's value."""
+        name = given.get("preset") if isinstance(given, dict) else None
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        own = {key: preset[key] for key in ("norm_eps", "qk_norm") if key in preset}
+        return own | given if own else given
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -164,7 +222,12 @@ class ModelConfig(Section):
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads ({heads}), got {kv_heads}")
         if sizes["head_dim"] % 2:
             raise ValueError(f"head_dim: expected an even number (rotary pairs), got {sizes['head_dim']}")
-        return ModelShape(
-            **sizes, vocab_size=vocab_size, vocab_multiple=self.vocab_multiple, rope_scaling=self.rope_scaling,
-            norm_eps=self.norm_eps, qk_norm=self.qk_norm,
-        )  # fmt: skip
+        sizes |= {name: getattr(self, name) for name in ("vocab_multiple", "rope_scaling", "norm_eps", "qk_norm")}
+        own, preset = self.moe or MoEConfig(), sizes.pop("moe", {})
+        moe = own.shape({"ffn_dim": sizes["ffn_dim"]} | preset) if preset or self.moe is not None else None
+        if moe is not None and not any(map(moe.is_sparse, range(sizes["num_layers"]))):
+            raise ValueError(
+                f"moe.first_dense: {moe.first_dense} with every {moe.every} leave no layer of num_layers "
+                f"({sizes['num_layers']}) with experts; expected less, or moe: null"
+            )
+        return ModelShape(**sizes, vocab_size=vocab_size, moe=moe)

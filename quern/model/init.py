@@ -29,18 +29,20 @@ ROWS = 16
 
 _NORM = re.compile(r"norm\.weight|blocks\.\d+\.(attention_norm|ffn_norm|attention\.[qk]_norm)\.weight")
 _VOCABULARY = re.compile(r"(embed|head|tied)\.weight")
-_RESIDUAL = re.compile(r"blocks\.\d+\.(attention\.wo|ffn\.w2)\.weight")
-_MATRIX = re.compile(r"blocks\.\d+\.(attention\.w[qkv]|ffn\.w[13])\.weight")
+_RESIDUAL = re.compile(r"blocks\.\d+\.(attention\.wo\.weight|ffn\.(shared\.)?w2\.weight|ffn\.experts\.w2)")
+_MATRIX = re.compile(
+    r"blocks\.\d+\.(attention\.w[qkv]\.weight|ffn\.((shared\.)?w[13]|router|shared_gate)\.weight|ffn\.experts\.w[13])"
+)
 
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Fill all parameters in place: norms 1, padded vocabulary rows 0, matrices normal with mean 0.
+    """Fill all parameters in place: norms 1, padded vocabulary rows 0, matrices normal with mean 0. Buffers become 0.
 
     The standard deviation is :data:`STD`, and STD / √(2 · layers) for ``wo`` and ``w2``, whose outputs add up in the
-    residual stream (GPT-2). ``tied.weight``, a second copy of the embedding, gets its values. Works on plain tensors
-    and on DTensors as :func:`local_slice` knows them, on any device but meta; each value is drawn on the CPU in
-    float32. Buffers there are none.
+    residual stream (GPT-2). Each expert's are drawn as tensors of their own, with its number in their names.
+    ``tied.weight``, a second copy of the embedding, gets its values. Works on plain tensors and on DTensors as
+    :func:`local_slice` knows them, on any device but meta; each value is drawn on the CPU in float32.
 
     Raises ValueError for a parameter whose name has no rule, and for placements that :func:`local_slice` refuses.
     """
@@ -56,16 +58,29 @@ def initialise(model: Transformer, seed: int) -> None:
             std = STD
         else:
             raise ValueError(f"{name}: no rule says how to initialise this parameter")
-        rows, *columns = local_slice(parameter)
-        num_rows = shape.vocab_size if _VOCABULARY.fullmatch(name) else parameter.shape[0]
-        start, stop = rows.start, min(rows.stop, num_rows)
-        key = "embed.weight" if name == "tied.weight" else name
         local.zero_()  # the padding, if any
-        while start < stop:  # chunk by chunk: a second copy of a large embedding may not fit
-            end = min((start // ROWS + 1) * ROWS, stop)
-            values = draw(key, tuple(parameter.shape), seed, start, end)[:, *columns]
-            local[start - rows.start : end - rows.start].copy_(values * std)
-            start = end
+        part, size = local_slice(parameter), tuple(parameter.shape)
+        if len(size) == 3:
+            for expert, own in zip(range(part[0].start, part[0].stop), local, strict=True):
+                _fill(own, name.replace("experts", f"experts.{expert}"), size[1:], part[1:], size[1], seed, std)
+            continue
+        num_rows = shape.vocab_size if _VOCABULARY.fullmatch(name) else size[0]
+        _fill(local, "embed.weight" if name == "tied.weight" else name, size, part, num_rows, seed, std)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def _fill(
+    local: Tensor, key: str, size: tuple[int, ...], part: tuple[slice, ...], num_rows: int, seed: int, std: float
+) -> None:
+    """Chunk by chunk: a second copy of a large embedding may not fit."""
+    rows, *columns = part
+    start, stop = rows.start, min(rows.stop, num_rows)
+    while start < stop:
+        end = min((start // ROWS + 1) * ROWS, stop)
+        values = draw(key, size, seed, start, end)[:, *columns]
+        local[start - rows.start : end - rows.start].copy_(values * std)
+        start = end
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, start_row: int, stop_row: int) -> Tensor:

@@ -26,6 +26,7 @@ from quern.model.config import ModelShape
 from quern.model.float8.linear import Kept, apply_linear
 from quern.model.float8.recipe import Recipe
 from quern.model.loss import chunked_cross_entropy
+from quern.model.moe.layer import MoE
 from quern.model.rope import Rotation, rotate, rotation
 
 __all__ = ["Attention", "Block", "FeedForward", "Head", "Linear", "RMSNorm", "Transformer"]
@@ -79,8 +80,10 @@ class Attention(nn.Module):
         self.wk = Linear(shape.dim, shape.num_kv_heads * shape.head_dim)
         self.wv = Linear(shape.dim, shape.num_kv_heads * shape.head_dim)
         self.wo = Linear(shape.num_heads * shape.head_dim, shape.dim)
-        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.whole_norm = shape.qk_norm == "whole"
+        self.q_norm, self.k_norm = (
+            RMSNorm(width, shape.norm_eps) if shape.qk_norm else None for width in shape.qk_norm_widths
+        )
 
     def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Any = None) -> Tensor:
         out_BLNH = self.attend(*self.project(x_BLD, rotation), mask)
@@ -92,8 +95,11 @@ class Attention(nn.Module):
 
     def project(self, x_BLD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, L, N, H], keys and values [B, L, K, H]; queries and keys normed and rotated."""
-        q_BLNH, k_BLKH, v_BLKH = (heads.unflatten(2, (-1, self.head_dim)) for heads in self.qkv(x_BLD))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.qkv(x_BLD)
+        if self.whole_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BLNH, k_BLKH, v_BLKH = (heads.unflatten(2, (-1, self.head_dim)) for heads in (q, k, v))
+        if not self.whole_norm and self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         return rotate(q_BLNH, rotation), rotate(k_BLKH, rotation), v_BLKH
 
@@ -105,11 +111,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): ``w2(silu(w1 x) * w3 x)``."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = Linear(shape.dim, shape.ffn_dim)
-        self.w2 = Linear(shape.ffn_dim, shape.dim)
-        self.w3 = Linear(shape.dim, shape.ffn_dim)
+        self.w1 = Linear(dim, ffn_dim)
+        self.w2 = Linear(ffn_dim, dim)
+        self.w3 = Linear(dim, ffn_dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         gate_BLF, up_BLF = self.expand(x_BLD)
@@ -121,14 +127,20 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each added to the residual stream."""
+    """One layer: attention and feed-forward, or experts in place of it, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(shape.dim, shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = RMSNorm(shape.dim, shape.norm_eps)
-        self.ffn = FeedForward(shape)
+        self.ffn: FeedForward | MoE
+        moe = shape.moe
+        if moe is None or not moe.is_sparse(layer):
+            self.ffn = FeedForward(shape.dim, shape.ffn_dim)
+        else:
+            shared = FeedForward(shape.dim, moe.shared_ffn_dim) if moe.shared_ffn_dim else None
+            self.ffn = MoE(moe, shape.dim, shared)
 
     def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Any = None) -> Tensor:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation, mask)
@@ -174,7 +186,7 @@ class Transformer(nn.Module):
         # from_pretrained, because nn.Embedding's own constructor draws from the global random state
         embed = nn.Embedding.from_pretrained(torch.empty(shape.padded_vocab_size, shape.dim), freeze=False)
         self.embed: nn.Embedding | None = embed
-        self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})
         self.norm: RMSNorm | None = RMSNorm(shape.dim, shape.norm_eps)
         self.head = None if shape.tied_embeddings else Head(shape.dim, shape.padded_vocab_size)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quern.model.float8.delayed import Amaxes
 from quern.model.float8.torchao import Torchao
+from quern.model.moe.noting import noting_nothing
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.context.attention import share_sequence
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
+from quern.parallel.experts import SUMMARY, ExpertLoads
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
 from quern.parallel.host_masters import HostMasters, cast_weights, gradients_in
@@ -46,15 +48,38 @@ class Parallel:
     """Of each part, what is kept of its weights; nothing where :meth:`Layout.keeps_weights` says no."""
     masters: HostMasters | None = None
     """None where weights are their own masters."""
+    loads: ExpertLoads | None = None
+    """None where a model has no experts."""
 
     @property
     def weights(self) -> Transformer:
         """The model whose parameters are the masters: what an optimizer updates, and a checkpoint holds."""
         return self.model if self.masters is None else self.masters.model
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         """Context for forwards outside of a step, as in validation."""
-        return nullcontext() if self.amaxes is None else self.amaxes.kept()
+        with noting_nothing(), nullcontext() if self.amaxes is None else self.amaxes.kept():
+            yield
+
+    def begin(self, sequences: int, loss_scale: Tensor) -> None:
+        """A step of so many sequences begins."""
+        if self.loads is not None:
+            self.loads.begin(sequences, loss_scale)
+
+    def with_loads(self, figures: Tensor) -> Tensor:
+        """[n + 5] with the figures of the step's loads behind [n]; [n] without experts."""
+        return figures if self.loads is None else torch.cat((figures, self.loads.figures().to(figures.dtype)))
+
+    def loads_read(self, figures: Sequence[float]) -> dict[str, dict[str, float]]:
+        """What :meth:`with_loads` has put there, by name, for the metrics."""
+        return {} if self.loads is None else {"experts": dict(zip(SUMMARY, figures[-len(SUMMARY) :], strict=True))}
+
+    def extra(self) -> dict[str, Tensor]:
+        """What a step changes besides parameters and moments, by name, the same on every rank."""
+        kept = {} if self.amaxes is None else {"float8.history": self.amaxes.history}
+        loads = {} if self.loads is None else self.loads.state_dict()
+        return kept | {f"experts.{name}": value for name, value in loads.items()}
 
 
 def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> Parallel:
@@ -79,6 +104,9 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         amaxes = Amaxes(layers_in_float8(model.shape, mesh.plan.tp, float8), device)
     master = next(model.parameters()).dtype
     cast = layout.host_state and layout.compute_dtype != master
+    loads = None
+    if model.shape.moe is not None:
+        loads = ExpertLoads(model.shape, layout.balancing, layout.seq_len, device, mesh.shares_rows)
     stages = my_stages(model.shape, mesh, layout)
     # first: the rest is local
     parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]
@@ -90,6 +118,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
         if mesh.context_groups:
             share_sequence(part, layout.seq_len, mesh.context("heads"), mesh.context("shards"), layout.context.ring)
+        if loads is not None:
+            loads.watch(part, layout.tokens // mesh.plan.tp)
         if float8 is not None:
             use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())
@@ -130,4 +160,4 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         run = Accumulation(wrapped[0], counts=mesh.rank("tp") == 0)
     else:
         run = Pipeline(parts, stages, mesh, layout, device)
-    return Parallel(view, run, Gradients(view, mesh), gather, amaxes, kept, masters)
+    return Parallel(view, run, Gradients(view, mesh), gather, amaxes, kept, masters, loads)

@@ -60,7 +60,9 @@ def replicate(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataPara
     bucket an element lies decides in which order three or more ranks are added. That backward pass is one of zeros, so
     that all steps have the same buckets, also the first after a resume.
     """
-    wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(
+        model, process_group=group, init_sync=False, gradient_as_bucket_view=True, broadcast_buffers=False
+    )  # buffers are the same on every rank, and in no forward pass sent
     wrapped.register_comm_hook(group, _sum_bucket)
     wrapped.module = _Zero([parameter for parameter in model.parameters() if parameter.requires_grad])
     wrapped().backward()

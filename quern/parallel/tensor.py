@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from quern.errors import InputError
 from quern.model.config import ModelShape
 from quern.model.loss import chunked_cross_entropy
+from quern.model.moe.layer import MoE
 from quern.model.transformer import Attention, Block, FeedForward, Linear, Transformer
 from quern.parallel.collectives import Ranks, gather, gather_multiply, multiply_scatter, sum_scatter
 
@@ -52,7 +53,11 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = Fals
     for block in model.blocks.values():
         assert isinstance(block, Block)
         _split_attention(block.attention, shape, mesh, ranks, pieces)
-        _split_feed_forward(block.ffn, mesh, ranks, pieces)
+        if isinstance(block.ffn, MoE):
+            _split_experts(block.ffn, mesh, ranks, pieces)
+        else:
+            assert isinstance(block.ffn, FeedForward)
+            _split_feed_forward(block.ffn, mesh, ranks, pieces)
     for module in (model.embed, model.head):
         if module is not None:
             _shard(module, 0, mesh)
@@ -97,6 +102,25 @@ def _split_feed_forward(ffn: FeedForward, mesh: DeviceMesh, ranks: Ranks, pieces
 
     ffn.expand = expand  # type: ignore[assignment, method-assign]
     _split_columns(ffn.w2, mesh, ranks, pieces)
+
+
+def _split_experts(moe: MoE, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> None:
+    """Every rank has a part of each expert's width. Routers stay whole, and choose for this rank's tokens alone; all
+    ranks then compute all tokens, with what was chosen for them."""
+    experts = moe.experts
+    for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
+        setattr(experts, name, _split(getattr(experts, name), dim, mesh))
+    if isinstance(moe.shared, FeedForward):
+        _split_feed_forward(moe.shared, mesh, ranks, pieces)
+
+    def forward(x_tD: Tensor, sent_tK: Tensor, weights_tK: Tensor) -> Tensor:
+        told_tK = torch.cat((weights_tK, sent_tK.to(weights_tK.dtype)), dim=1)  # both in one message: whole numbers
+        weights_TK, sent_TK = gather(told_tK[None], ranks)[0].chunk(2, dim=1)
+        w1, w2, w3 = map(_to_local, (experts.w1, experts.w2, experts.w3))
+        part_TD = experts.multiply(gather(x_tD[None], ranks)[0], sent_TK.to(torch.int64), weights_TK, w1, w2, w3)
+        return sum_scatter(part_TD[None], ranks)[0]
+
+    experts.forward = forward  # type: ignore[assignment, method-assign]
 
 
 def _split_columns(linear: Linear, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> None:
@@ -172,12 +196,16 @@ class _Vocabulary:
 
 def _shard(module: Linear | nn.Embedding, dim: int, mesh: DeviceMesh) -> None:
     """The weight becomes this rank's equal part of it along ``dim``, and forgets the rest."""
-    whole = module.weight.detach()
+    module.weight = _split(module.weight, dim, mesh)
+
+
+def _split(weight: Tensor, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    whole = weight.detach()
     part = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     split = DTensor.from_local(
         part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )  # fmt: skip
-    module.weight = nn.Parameter(split, requires_grad=module.weight.requires_grad)
+    return nn.Parameter(split, requires_grad=weight.requires_grad)
 
 
 def _local(module: Linear | nn.Embedding) -> Tensor:

@@ -172,7 +172,7 @@ def _shape(section: Mapping[str, Any] | None) -> ModelShape | None:
 
 def _differences(ours: ModelShape, theirs: ModelShape, *, ids: bool = True) -> list[Row]:
     """``vocab_multiple`` may differ: no checkpoint holds the padding."""
-    mine, others = ours.model_dump(mode="json"), theirs.model_dump(mode="json")
+    mine, others = ({"moe": None} | shape.model_dump(mode="json") for shape in (ours, theirs))
     names = [name for name in mine if name != "vocab_multiple" and (ids or name != "vocab_size")]
     return [
         (f"model.{name}", "data" if name == "vocab_size" else "config", mine[name], others[name])

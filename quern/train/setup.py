@@ -17,7 +17,6 @@ from quern import storage
 from quern.config import digest
 from quern.errors import InputError
 from quern.model.config import ModelShape
-from quern.model.float8.delayed import Amaxes
 from quern.model.float8.product import available
 from quern.model.float8.recipe import Recipe, Scaling
 from quern.model.float8.torchao import Torchao
@@ -143,12 +142,15 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
         float8_all_gather=config.float8.all_gather,
         bf16_gradients=config.optimizer.gradients == "bf16",
         host_state=config.optimizer.state == "host",
+        balancing=config.experts.balancing,
         micro_batch=config.micro_batch,
         seq_len=config.seq_len,
     )
     local = os.environ.get("LOCAL_WORLD_SIZE")
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     shape = config.model.shape(vocab_size)
+    if problem := config.experts.check(shape.moe):
+        raise InputError(problem)
     check_flash(config, shape, precision_of(config.precision), config.device)
     if layout.weights_cast == "per_use" and not replace(layout, weights_cast="auto").keeps_weights(plan):
         raise InputError(
@@ -228,7 +230,7 @@ def open_trainer(
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(parallel.weights, optimizer, _facts(config, corpus, shape, layout.plan))
-        scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel.amaxes)
+        scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel)
         follow_updates(parallel, optimizer)
         loader = together.all_or_raise(
             lambda: Loader(
@@ -323,7 +325,7 @@ def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: 
 
 def _restore(
     config: TrainConfig, start: Start, checkpoints: CheckpointManager, state: TrainState, guard: Guard,
-    loss_scale: LossScale, amaxes: Amaxes | None,
+    loss_scale: LossScale, parallel: Parallel,
 ) -> Mapping[str, object]:  # fmt: skip
     """Returns the scalars of the checkpoint the run goes on from."""
     scalars: Mapping[str, object] = {}
@@ -336,7 +338,9 @@ def _restore(
         loss_scale.load_state_dict(
             {n.removeprefix("loss_scale."): v for n, v in part.items() if n.startswith("loss_scale.")}
         )
-        history = part.get("float8.history")
+        history, amaxes = part.get("float8.history"), parallel.amaxes
+        if parallel.loads is not None:
+            parallel.loads.load_state_dict({"last": part["experts.last"]} if "experts.last" in part else {})
         if amaxes is not None and history is not None and history.shape == amaxes.history.shape:
             amaxes.load_state_dict({"names": amaxes.names, "history": history})
         elif amaxes is not None:

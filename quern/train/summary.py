@@ -237,6 +237,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
             "total": shape.num_parameters,
             "blocks": shape.num_block_parameters,
             "embedding": shape.vocab_size * shape.dim,
+            **({} if shape.moe is None else {"active": shape.num_active_parameters}),
         },
         "layout": layout(plan),
         "float8": float8(config, shape, plan),

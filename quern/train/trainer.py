@@ -176,6 +176,7 @@ class Trainer(Closes):
         every rank."""
         self.watchdog.enter("forward")
         self.optimizer.zero_grad(set_to_none=True)
+        self.parallel.begin(self.start.mixture.order.global_batch_at(batch.data_step), self.loss_scale.scale)
 
         def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
             self.by_rank.worked()
@@ -229,13 +230,11 @@ class Trainer(Closes):
         """Send the step's figures to the host asynchronously, and read those of the step before."""
         self.watchdog.enter("metrics")
         values = figures.pack(
-            self._summed, norm=norm, non_finite=health.non_finite, loss_spike=health.loss_spike,
-            norm_spike=health.norm_spike, skipped=health.skip, loss_z=health.loss_z, norm_z=health.norm_z,
-            scale=self.loss_scale.scale,
-        )  # fmt: skip
-        ended = Mark(self.ranks.device)
+            self.parallel.with_loads(self._summed), norm=norm, scale=self.loss_scale.scale, **health.figures()
+        )
         self._pending.append(figures.Pending(
-            step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s, ended
+            step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
+            Mark(self.ranks.device),
         ))  # fmt: skip
         self.drain_metrics(keep=1)
 
@@ -287,7 +286,7 @@ class Trainer(Closes):
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
             **self.utilisation.of(speed), **flags, "losses_by_source": self.by_source.read(behind[:num]),
-            **self.by_rank.read(pending.data_step, behind[num:]),
+            **self.by_rank.read(pending.data_step, behind[num:]), **self.parallel.loads_read(behind),
         }  # fmt: skip
         self.stragglers.observe(pending.step, self.by_rank.work_s)
         self.link_probe.observe(self.by_rank.work_s, self.by_rank.comm_wait_s)
@@ -324,7 +323,7 @@ class Trainer(Closes):
         """What a step changes besides weights and moments, the same on every rank."""
         kept = {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
         kept |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
-        return kept if self.parallel.amaxes is None else kept | {"float8.history": self.parallel.amaxes.history}
+        return kept | self.parallel.extra()
 
     def measure_links(self, step: int) -> None:
         """Measure the links between ranks, if the run is not to end."""

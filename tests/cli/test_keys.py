@@ -24,7 +24,8 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     },
     TrainConfig: {
         "run_dir": "r", "data": [{"path": "a"}], "steps": 10, "phases": [{"first_step": 5}],
-        "model": {"preset": "debug", "rope_scaling": {}}, "validation": {"sets": [{"name": "a", "path": "b"}]},
+        "model": {"preset": "mixtral-8x7b", "rope_scaling": {}, "moe": {}},
+        "validation": {"sets": [{"name": "a", "path": "b"}]},
     },
 }  # fmt: skip
 #: Numbers that are no amount of anything.
@@ -33,6 +34,7 @@ NUMBERS = {
     "z_loss", "model.rope_theta", "model.rope_scaling.factor", "model.rope_scaling.low_freq_factor",
     "model.rope_scaling.high_freq_factor", "model.norm_eps", "optimizer.lr", "optimizer.beta1", "optimizer.beta2",
     "optimizer.eps", "optimizer.weight_decay", "optimizer.clip", "parallel.reshard_after_forward", "parallel.zero",
+    "experts.balance_loss", "experts.z_loss", "experts.bias_rate",
 }  # fmt: skip
 
 

@@ -66,7 +66,7 @@ COMPOSED = [
     Case("hsdp3x2", "full", mask=False, sizes="norm"),
     Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
-NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8()]))
+NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8(), *matrix.sparse()]))
 #: What is in `make test` though it has more ranks than others there: a case, and of a layout what the quick set has.
 ON_FOUR_RANKS = Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1)
 MANY_RANKS = ("pp2fsdp2tp2",)

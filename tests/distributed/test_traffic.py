@@ -64,6 +64,8 @@ class Case:
     """Of ``cp``."""
     ulysses: int | None = None
     mask: bool = False
+    moe: bool = False
+    """Experts in all layers but the first, and shared ones."""
 
     def __str__(self) -> str:
         said = f"{self.plan} reshard {self.reshard} zero {self.zero} AC {self.activation} x{self.micro_batches}"
@@ -80,6 +82,8 @@ class Case:
             sizes = {"dim": 128, "num_heads": 2, "num_kv_heads": self.kv_heads, "head_dim": 128, "ffn_dim": 256}
         if self.wide:
             sizes = {"dim": 256, "num_heads": 4, "ffn_dim": 768}
+        if self.moe:
+            sizes["moe"] = {"num_experts": 5, "top_k": 2, "ffn_dim": 14, "shared_ffn_dim": 22, "first_dense": 1}
         return ModelConfig(
             num_layers=self.layers, **sizes, vocab_multiple=12 if tp else 10, tied_embeddings=self.tied, qk_norm=True
         ).shape(vocab_size=127)  # fmt: skip
@@ -234,6 +238,16 @@ def test_one_rank_sends_nothing(run_ranks: Any) -> None:
 
 MULTI = tuple(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))
 TWO = MeshPlan(dp_shard=2)
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks(run_ranks: Any) -> None:
+    tp = Case(MeshPlan(tp=2), kv_heads=2, moe=True)
+    compare(run_ranks, [
+        tp, replace(tp, activation="selective", pieces=2), replace(tp, activation="full", recomputed=2),
+        replace(tp, dtype=torch.bfloat16), Case(TWO, moe=True), Case(TWO, False, 1, moe=True, activation="full"),
+        Case(MeshPlan(dp_replicate=2), moe=True),
+    ])  # fmt: skip
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,7 +252,7 @@ def test_blocks_with_histories_of_their_own_share_a_graph():
     counter = CompileCounterWithBackend("aot_eager")
     names = [f"{number}.{name}" for number in range(3) for name in ("w1", "w2", "w3")]
     amaxes = Amaxes(names)
-    blocks = [FeedForward(SimpleNamespace(dim=64, ffn_dim=128)) for _ in range(3)]  # type: ignore[arg-type]
+    blocks = [FeedForward(64, 128) for _ in range(3)]
     for number, block in enumerate(blocks):
         for name, layer in block.named_children():
             torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))

@@ -29,7 +29,7 @@ def test_the_small_presets_are_as_large_as_they_say():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_overridden_size_by_size(preset):
     plain = ModelConfig(preset=preset).shape(1000)
-    assert plain.num_heads * plain.head_dim == plain.dim
+    assert plain.head_dim == PRESETS[preset].get("head_dim", plain.dim // plain.num_heads)
     changed = ModelConfig(preset=preset, num_layers=3, tied_embeddings=not plain.tied_embeddings).shape(1000)
     expected = {"num_layers": 3, "tied_embeddings": not plain.tied_embeddings}
     assert changed.model_dump() == plain.model_dump() | expected

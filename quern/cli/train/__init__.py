@@ -180,7 +180,8 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         ("model", ", ".join(f"{name} {model[name]:,}" for name in _SIZES)),
         *([] if begins is None else [("weights", f"a fresh run begins with those of {plain(begins)}")]),
         *([] if (ahead := summary["goes_on"]) is None else [("goes on", _goes_on(config, ahead))]),
-        ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
+        ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"
+                       + (f", {parameters['active']:,} for a token" if "active" in parameters else "")),
         ("layout", counted(layout["ranks"], "rank") + (f": {axes}" if layout["ranks"] > 1 else "")),
         ("model state", f"{_gib(memory['sixteen_bytes'])} at 16 bytes a parameter, "
                         f"{_gib(memory['sixteen_bytes_per_rank'])} a rank; held here: {_gib(memory['rank'])} a rank"),

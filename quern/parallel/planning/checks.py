@@ -37,6 +37,7 @@ def check_layout(shape: ModelShape, layout: Layout, task: Task) -> None:
     """Raise :class:`InputError` for the first problem: the key, the size, the axis, what would fit."""
     plan = layout.plan
     _in_vain(layout, task)
+    _experts(shape, layout)
     check_context(shape, layout)
     if plan.tp > 1:
         _tensors(shape, plan, layout.tokens)
@@ -93,6 +94,27 @@ def _in_vain(layout: Layout, task: Task) -> None:
         raise InputError(
             "parallel.async_tp: runs on CUDA only; expected false here (or device=cuda, to plan elsewhere)"
         )
+
+
+def _experts(shape: ModelShape, layout: Layout) -> None:
+    """What is not done yet with experts, or with norms over all heads."""
+    plan = layout.plan
+    if shape.qk_norm == "whole" and plan.tp > 1:
+        raise InputError(
+            f"parallel.tp: expected 1 with model.qk_norm whole, whose norms are over all heads, got {plan.tp}"
+        )
+    if shape.moe is None:
+        return
+    for key, given, why in (
+        ("parallel.tp", any(width % plan.tp for width in (shape.moe.ffn_dim, shape.moe.shared_ffn_dim)),
+         f"expected a divisor of ffn_dim ({shape.moe.ffn_dim}) and shared_ffn_dim ({shape.moe.shared_ffn_dim})"),
+        ("float8.recipe", layout.float8 is not None, "their products are not in FP8; expected null"),
+        ("optimizer.state", layout.host_state, "their weights are not kept cast; expected device"),
+        ("model.moe.capacity", shape.moe.capacity is not None and plan.cp * plan.tp > 1,
+         "with parallel.cp or tp a rank's routers see a part of the sequence; expected null"),
+    ):  # fmt: skip
+        if given:
+            raise InputError(f"{key}: does not go with experts (model.moe): {why}")
 
 
 def _host_state(layout: Layout) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quern.parallel.planning.host_state import host_state
 from quern.parallel.planning.traffic import Step, elements_held, float8_gathers
-from quern.parallel.planning.weights import block_weights, end_weights
+from quern.parallel.planning.weights import alike, block_weights, end_weights
 
 __all__ = ["Held", "held"]
 
@@ -38,13 +38,15 @@ def held(step: Step, moment_bytes: int, rank: int = 0) -> Held:
     share, layers = elements_held(step, rank), layout.layers_of_stages(shape)
     gathered, whole, (smaller, _) = [0], 0, float8_gathers(step)
     for stage in layout.stages_of(plan.coordinates(rank)["pp"]) if plan.by_fsdp else ():
-        block, number = block_weights(shape, plan.tp), len(layers[stage])
         ends = end_weights(shape, plan.tp, first=stage == 0, last=stage == len(layers) - 1)
-        of_block, of_ends = (sum(one.padded(plan.shards) for one in own) * step.compute_bytes for own in (block, ends))
         dealt = layout.reshard_after_forward  # over how many ranks after a forward; False = over none
-        kept = 0 if dealt is True else (of_block - smaller) // (dealt or 1)
-        gathered.append(of_ends + number * kept)
-        whole += sum(weight.size for weight in block * number + ends)
+        gathered.append(sum(one.padded(plan.shards) for one in ends) * step.compute_bytes)
+        whole += sum(weight.size for weight in ends)
+        for layer, number in alike(shape, layers[stage]):
+            block = block_weights(shape, plan.tp, layer)
+            of_block = sum(one.padded(plan.shards) for one in block) * step.compute_bytes
+            gathered[-1] += 0 if dealt is True else number * ((of_block - smaller) // (dealt or 1))
+            whole += number * sum(weight.size for weight in block)
     once = plan.pp > 1 or (layout.zero == 1 and step.num_micro_batches > 1)
     weights = host_state(step, rank, moment_bytes)["up"] if layout.host_state else share * step.reduce_bytes
     return Held(

@@ -34,8 +34,8 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
         ends = end_weights(shape, tp, first=stage == 0, last=last)
         apart = 2 * (last and not shape.tied_embeddings)  # the head and the last norm
         unit(ends[: len(ends) - apart], False)
-        for _ in stages[stage]:
-            unit(block_weights(shape, tp), True)
+        for layer in stages[stage]:
+            unit(block_weights(shape, tp, layer), True)
         unit(ends[len(ends) - apart :], adds)
         copied += ends[0].size if last and not (apart and adds) else 0  # stages in the middle have no ends
     total, sent = map(sum, zip(*sizes, strict=True))

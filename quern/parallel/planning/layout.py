@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quern.model.config import ModelShape
 from quern.model.float8.recipe import Recipe
+from quern.parallel.planning.balancing import Balancing
 from quern.parallel.planning.context import Context
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
@@ -52,6 +53,8 @@ class Layout:
     """Of a pipeline; None = 1f1b."""
     stages_per_rank: int | None = None
     stage_layers: tuple[int, ...] | None = None
+    balancing: Balancing = field(default_factory=Balancing)
+    """Of experts."""
     context: Context = field(default_factory=Context)
     """How the ranks of ``cp`` share a sequence."""
     micro_batch: int = 1

@@ -170,6 +170,12 @@ class Mesh:
             return cp if axis == "cp" else dp_shard
         return self.device_mesh.get_local_rank(axis)
 
+    @property
+    def shares_rows(self) -> tuple[str, ...]:
+        """The names of the groups that together join the ranks which compute other tokens of this rank's rows."""
+        tp = [] if self.tp is None else [self.tp.get_group()]
+        return tuple(group.group_name for group in [*self.context_groups.values(), *tp])
+
     def context(self, axis: str) -> str | None:
         """The name of one of ``context_groups``; None if there is no such."""
         return None if axis not in self.context_groups else self.context_groups[axis].group_name

@@ -1,8 +1,9 @@
 """Assigns layers to pipeline stages, and stages to ranks. Imports no torch.
 
 A step takes as long as its slowest stage, so layers are cut where the greatest cost of a stage is least. Cost is the
-multiplications of a forward pass: all blocks weigh the same, and the output projection weighs as much as several of
-them where the vocabulary is large, so the last stage has fewer. The embedding is a look-up and costs nothing, but it
+multiplications of a forward pass, of experts those for ``top_k`` of them: all dense blocks weigh the same, and the
+output projection weighs as much as several of them where the vocabulary is large, so the last stage has fewer. The
+embedding is a look-up and costs nothing, but it
 has to be kept: among cuts that are as fast, that one is taken whose greatest stage has the fewest parameters, then the
 most even one, then the one with the fewest layers in front, where most micro-batches are under way.
 """
@@ -71,11 +72,10 @@ def stage_parameters(shape: ModelShape, layers: Sequence[range]) -> list[int]:
 def _weights(shape: ModelShape, seq_len: int) -> tuple[list[int], list[int]]:
     """FLOPs a token and parameters of every layer; embedding with the first, last norm and head with the last."""
     vocabulary = shape.padded_vocab_size * shape.dim
-    block = shape.num_block_parameters // shape.num_layers
-    norms = 2 * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
+    norms, layers = 2 * shape.dim + sum(shape.qk_norm_widths), range(shape.num_layers)
     attention = 2 * shape.num_heads * shape.head_dim * seq_len  # two products, half of each used
-    costs = [2 * (block - norms) + attention] * shape.num_layers
-    sizes = [block] * shape.num_layers
+    costs = [2 * (shape.layer_parameters(layer, active=True) - norms) + attention for layer in layers]
+    sizes = [shape.layer_parameters(layer) for layer in layers]
     costs[-1] += 2 * vocabulary
     sizes[0] += vocabulary
     sizes[-1] += vocabulary + shape.dim

@@ -24,7 +24,7 @@ from quern.parallel.planning.bubble import Action, order
 from quern.parallel.planning.float8 import gathered as gathered_in_float8
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
-from quern.parallel.planning.weights import Weight, block_weights, end_weights
+from quern.parallel.planning.weights import Weight, alike, block_weights, end_weights
 
 __all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "float8_gathers", "traffic"]
 
@@ -97,7 +97,8 @@ def elements_held(step: Step, rank: int = 0) -> int:
     layers = _layers(step)
     weights: list[Weight] = []
     for stage in step.layout.stages_of(places["pp"]):
-        weights += block_weights(step.shape, step.plan.tp) * len(layers[stage])
+        for layer, count in alike(step.shape, layers[stage]):
+            weights += block_weights(step.shape, step.plan.tp, layer) * count
         weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
     return sum(weight.share(step.plan.shards, step.plan.shard_of(places)) for weight in weights)
 
@@ -127,7 +128,8 @@ def _layers(step: Step) -> tuple[range, ...]:
 class _Stage:
     """What one rank does with a stretch of layers in a step."""
 
-    layers: int
+    numbers: range
+    """Of its layers."""
     first: bool
     last: bool
     work: str
@@ -136,13 +138,18 @@ class _Stage:
     sends: tuple[bool, bool]
     """Whether hidden states and their gradients leave this rank."""
 
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return len(self.numbers)
+
 
 def _stages(step: Step, rank: int) -> list[_Stage]:
     """This rank's of the pipeline; the whole model is one where there is none."""
     if step.plan.pp == 1:
         keeps = step.layout.reshard_after_forward is False
         work = "FB" * step.num_micro_batches + "R" if keeps else "FBR" * step.num_micro_batches
-        return [_Stage(step.shape.num_layers, True, True, work, (False, False))]
+        return [_Stage(range(step.shape.num_layers), True, True, work, (False, False))]
     pp, schedule = step.plan.pp, step.layout.scheduling
     layers, mine = _layers(step), step.layout.stages_of(rank)
     actions = order(schedule, pp, len(mine), step.num_micro_batches)[rank]
@@ -153,7 +160,7 @@ def _stages(step: Step, rank: int) -> list[_Stage]:
     for stage in mine:
         last = stage == len(layers) - 1
         sends = (not last and stage + 1 not in mine, stage > 0 and stage - 1 not in mine)
-        found.append(_Stage(len(layers[stage]), stage == 0, last, letters_of[stage] + "R", sends))
+        found.append(_Stage(layers[stage], stage == 0, last, letters_of[stage] + "R", sends))
     return found
 
 
@@ -200,20 +207,28 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
 
     What is gathered for a product, or scattered after it, goes in ``tp_pieces``, each of which is a call: all but what
     a backward gathers for the gradients of weights alone, and the two sums of its gradients of inputs.
+
+    Experts take the place of two products: tokens are gathered for them, with what was chosen for each, and what they
+    give is scattered, in one piece each; a backward does the reverse. Shared experts are products as others are.
     """
     shape, tp, pieces = step.shape, step.plan.tp, step.layout.tp_pieces
     tokens = step.layout.micro_batch * step.layout.tokens
     hidden = tokens * shape.dim * step.compute_bytes
     full = step.layout.activation_checkpointing == "full"
-    gathers, scatters = [0, 0], [0, 0]  # whole tensors that go in one, and in pieces
+    gathers, scatters, choices = [0, 0], [0, 0], [0, 0]  # whole tensors that go in one, and in pieces
     for stage in stages:
         micro_batches = step.num_micro_batches
         split = 0 if stage.first else stage.work.count("I")
         again = step.layout.recomputed(stage.layers)
-        gathers[0] += stage.layers * (2 * micro_batches + 2 * split)
-        gathers[1] += (stage.layers * (2 + 2) + 2 * again) * micro_batches
-        scatters[0] += stage.layers * 2 * micro_batches
-        scatters[1] += (stage.layers * 2 + 2 * again * full) * micro_batches
+        (pairs, sparse), (pairs_again, sparse_again) = (
+            _split_products(shape, numbers) for numbers in (stage.numbers, stage.numbers[:again])
+        )
+        gathers[0] += pairs * (micro_batches + split) + (2 * sparse + sparse_again) * micro_batches
+        gathers[1] += (pairs * 2 + pairs_again) * micro_batches
+        scatters[0] += (pairs + 2 * sparse + sparse_again * full) * micro_batches
+        scatters[1] += (pairs + pairs_again * full) * micro_batches
+        choices[0] += (sparse + sparse_again) * micro_batches
+        choices[1] += sparse * micro_batches
         for end in (stage.first, stage.last):  # embedding: scattered, its gradient gathered; the loss the other way
             gathers[0] += micro_batches * end
             scatters[0] += micro_batches * end
@@ -221,6 +236,10 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     yield Transfer("tp", "gather hidden", "all_gather", tp, calls, sum(gathers) * hidden)
     calls = scatters[0] + scatters[1] * pieces
     yield Transfer("tp", "scatter hidden", "reduce_scatter", tp, calls, sum(scatters) * hidden)
+    if shape.moe is not None:
+        told = tokens * 2 * shape.moe.top_k * max(step.compute_bytes, 4)
+        yield Transfer("tp", "gather choices", "all_gather", tp, choices[0], choices[0] * told)
+        yield Transfer("tp", "scatter gradients of choices", "reduce_scatter", tp, choices[1], choices[1] * told)
     if any(stage.last for stage in stages):  # of every token the maximum, then its two sums
         chunks = step.num_micro_batches * -(-tokens // step.loss_chunk)
         payload = 3 * step.num_micro_batches * tokens * step.reduce_bytes
@@ -228,6 +247,14 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     whole = [weight for stage in stages for weight in _weights(step, stage) if not weight.split]
     shares = sum(weight.share(step.plan.shards, shard) for weight in whole)
     yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.gradient_bytes)
+
+
+def _split_products(shape: ModelShape, layers: range) -> tuple[int, int]:
+    """Of these layers the pairs of split products, one into the width and one back: attention's, a feed-forward's; and
+    how many layers have experts."""
+    sparse = sum(map(shape.is_sparse, layers))
+    shared = shape.moe is not None and shape.moe.shared_ffn_dim > 0
+    return 2 * len(layers) - sparse * (not shared), sparse
 
 
 def _context_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
@@ -266,14 +293,16 @@ def _context_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer
 
 def _weights(step: Step, stage: _Stage) -> list[Weight]:
     ends = end_weights(step.shape, step.plan.tp, first=stage.first, last=stage.last)
-    return block_weights(step.shape, step.plan.tp) * stage.layers + ends
+    blocks = (block_weights(step.shape, step.plan.tp, layer) for layer in stage.numbers)
+    return [*(weight for block in blocks for weight in block), *ends]
 
 
 def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     shape, plan = step.shape, step.plan
     if not plan.by_fsdp:
         embedding, *head, norm = end_weights(shape, plan.tp, first=True, last=True)
-        weights = [embedding, *block_weights(shape, plan.tp) * shape.num_layers, norm, *head]  # as the model has them
+        blocks = [weight for layer in range(shape.num_layers) for weight in block_weights(shape, plan.tp, layer)]
+        weights = [embedding, *blocks, norm, *head]  # as the model has them
         buckets = _buckets([weight.size * step.reduce_bytes for weight in reversed(weights)])
         payload = sum(weight.size for weight in weights) * step.reduce_bytes
         yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, buckets, payload)
@@ -288,7 +317,10 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
         # the head with the last norm; all in one where the two are tied
         apart = stage.first and stage.last and not shape.tied_embeddings
         for weights, reshard, count, smaller_by in (
-            (block_weights(shape, plan.tp), step.layout.reshard_after_forward, stage.layers, smaller),
+            *(
+                (block_weights(shape, plan.tp, layer), step.layout.reshard_after_forward, count, smaller)
+                for layer, count in alike(shape, stage.numbers)
+            ),
             *((unit, False, 1, 0) for unit in ([ends[:1], ends[1:]] if apart else [ends])),
         ):
             size = count * sum(weight.padded(ranks) for weight in weights)

@@ -7,7 +7,7 @@ from math import prod
 
 from quern.model.config import ModelShape
 
-__all__ = ["Weight", "block_weights", "end_weights"]
+__all__ = ["Weight", "alike", "block_weights", "end_weights"]
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,42 @@ class Weight:
         return max(0, min(rows, self.shape[0] - rank * rows)) * prod(self.shape[1:])
 
 
-def block_weights(shape: ModelShape, tp: int) -> list[Weight]:
+def block_weights(shape: ModelShape, tp: int, layer: int = 0) -> list[Weight]:
     """Of one layer, in the order of the model."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     dealt = shape.num_kv_heads % tp == 0  # else several ranks share a head, and each holds all of them
     keys = Weight((key // tp if dealt else key, shape.dim), dealt)
-    head_norms = [Weight((shape.head_dim,), False)] * (2 if shape.qk_norm else 0)
-    wide = Weight((shape.ffn_dim // tp, shape.dim), True)
+    head_norms = [Weight((width,), False) for width in shape.qk_norm_widths if width]
     return [
         Weight((shape.dim,), False),
         *(Weight((query // tp, shape.dim), True), keys, keys, Weight((shape.dim, query // tp), True), *head_norms),
         Weight((shape.dim,), False),
-        *(wide, Weight((shape.dim, shape.ffn_dim // tp), True), wide),
+        *(_experts(shape, tp) if shape.is_sparse(layer) else _swiglu(shape.dim, shape.ffn_dim, tp)),
     ]
+
+
+def _swiglu(dim: int, width: int, tp: int) -> list[Weight]:
+    wide = Weight((width // tp, dim), True)
+    return [wide, Weight((dim, width // tp), True), wide]
+
+
+def _experts(shape: ModelShape, tp: int) -> list[Weight]:
+    moe, dim = shape.moe, shape.dim
+    assert moe is not None
+    width, split = moe.ffn_dim // tp, tp > 1
+    wide = Weight((moe.num_experts, width, dim), split)
+    return [
+        Weight((moe.num_experts, dim), False),
+        *(wide, Weight((moe.num_experts, dim, width), split), wide),
+        *(_swiglu(dim, moe.shared_ffn_dim, tp) if moe.shared_ffn_dim else []),
+        *([Weight((1, dim), False)] if moe.shared_gate else []),
+    ]
+
+
+def alike(shape: ModelShape, layers: range) -> list[tuple[int, int]]:
+    """Of layers that have the same weights the first, and how many they are; one or two kinds."""
+    kinds = [[layer for layer in layers if shape.is_sparse(layer) == sparse] for sparse in (False, True)]
+    return [(kind[0], len(kind)) for kind in kinds if kind]
 
 
 def end_weights(shape: ModelShape, tp: int, *, first: bool, last: bool) -> list[Weight]:

@@ -91,6 +91,8 @@ def draw_on_device(model: Transformer, seed: int) -> None:
             local.normal_(0, STD, generator=generator)
         else:
             local.fill_(1.0)
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def _reserved_gib(ranks: Ranks) -> float | None:

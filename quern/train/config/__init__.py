@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from quern.config import Section
 from quern.model.config import ModelConfig
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
+from quern.train.config.experts import ExpertsConfig
 from quern.train.config.float8 import Float8Config
 from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
@@ -178,6 +179,7 @@ class TrainConfig(Section):
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
         "on_event": None, "preflight": False, "preflight_timeout_s": 120.0, "watchdog": WatchdogConfig().model_dump(),
         "out_of_memory": "fail", "replicas": ReplicasConfig().model_dump(), "device_check_s": 30.0,
+        "experts": ExpertsConfig().model_dump(),
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -241,6 +243,7 @@ class TrainConfig(Section):
     """``torch.use_deterministic_algorithms``: same layout, same bits on CUDA too."""
     compile: CompileConfig = CompileConfig()
     float8: Float8Config = Float8Config()
+    experts: ExpertsConfig = ExpertsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -24,8 +24,9 @@ FIRST_GRADIENT = 1e-12
 moved apart where g is tiny."""
 _LIMITS = {"first gradient": FIRST_GRADIENT, "lr": 1e-15}
 
-_BY_ROWS = re.compile(r"(embed|head|tied)\.weight|blocks\.\d+\.(attention\.wq|ffn\.w[13])\.weight")
-_BY_COLUMNS = re.compile(r"blocks\.\d+\.(attention\.wo|ffn\.w2)\.weight")
+_BY_ROWS = re.compile(r"(embed|head|tied)\.weight|blocks\.\d+\.(attention\.wq|ffn\.(shared\.)?w[13])\.weight")
+_BY_COLUMNS = re.compile(r"blocks\.\d+\.(attention\.wo|ffn\.(shared\.)?w2)\.weight")
+_OF_EXPERTS = re.compile(r"blocks\.\d+\.ffn\.experts\.(w[123])")
 _KEYS_VALUES = re.compile(r"blocks\.\d+\.attention\.w[kv]\.weight")
 _PADDED = ("embed.weight", "head.weight")
 _EXACT = ("step", "data_step", "valid_tokens", "skipped", "non_finite")
@@ -86,6 +87,9 @@ def compare(case: Case, by_rank: Sequence[Outcome], expected: Outcome) -> Compar
                 found.equal(f"{where} {name}", row.get(name), other.get(name))
             else:
                 found.close(kind, where, _scalar(row[name]), _scalar(other[name]))
+    found.equal("routers", sorted(outcome.routers), sorted(expected.routers))
+    for name in expected.routers.keys() & outcome.routers.keys():
+        found.close("router", name, outcome.routers[name], expected.routers[name])
     tables, others = outcome.tables, expected.tables
     found.equal("tables", list(tables), list(others))
     for what in (name for name in others if name in tables):
@@ -122,6 +126,11 @@ def whole(case: Case, by_rank: Sequence[Outcome], found: Comparison) -> Outcome:
         if outcome.digest != places[pp, 0, shard, tp].digest:
             found.problems.append(f"replica {replicate} of stage {pp}, shard {shard}, tp {tp} holds other bits")
     first = by_rank[0]
+    routers: Table = {}
+    for outcome in by_rank:
+        for name, tensor in outcome.routers.items():
+            if not torch.equal(routers.setdefault(name, tensor), tensor):
+                found.problems.append(f"{name} of a router: ranks hold other bits")
     joined: dict[str, Table] = {}
     for what in first.tables:
         table: Table = {}
@@ -144,7 +153,7 @@ def whole(case: Case, by_rank: Sequence[Outcome], found: Comparison) -> Outcome:
     gradients = [table for what, table in joined.items() if what.startswith("gradient")]
     return Outcome(
         first.package, first.rows, first.kinds, gradients, joined["weight"], joined["first moment"],
-        joined["second moment"], joined["updates"], first.written,
+        joined["second moment"], joined["updates"], first.written, routers,
     )  # fmt: skip
 
 
@@ -159,6 +168,8 @@ def _joined(
         return pieces[0, 0]
     columns = [torch.cat([pieces[shard, tp] for shard in range(layout.shards)]) for tp in range(layout.tp)]
     kv_heads = dict(case.computation.model)["num_kv_heads"]
+    if of_experts := _OF_EXPERTS.fullmatch(name):
+        return torch.cat(columns, dim=2 if of_experts[1] == "w2" else 1)
     if _BY_COLUMNS.fullmatch(name):
         return torch.cat(columns, dim=1)
     if _BY_ROWS.fullmatch(name) or (_KEYS_VALUES.fullmatch(name) and kv_heads >= layout.tp):

@@ -21,6 +21,7 @@ from quern.train.parity.layouts import CONTEXT, LAYOUTS, Layout
 from quern.train.parity.published import PUBLISHED
 
 __all__ = [
+    "EXPERTS",
     "FACTORS",
     "SIZES",
     "STEPS",
@@ -35,6 +36,7 @@ __all__ = [
     "pairs",
     "product",
     "quick",
+    "sparse",
     "special",
 ]
 
@@ -69,6 +71,29 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+#: Keys of ``model.moe``, and of ``experts``. Experts divide by no number of ranks; two ranks divide their widths.
+#: What is dropped goes by position: equal tokens have equal scores but for rounding, and a tie falls as that does.
+EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "loss": (
+        {"num_experts": 5, "top_k": 2, "ffn_dim": 22, "normalize": True},
+        {"balance_loss": 0.3, "z_loss": 0.02},
+    ),
+    "global": (
+        {"num_experts": 7, "top_k": 3, "ffn_dim": 10, "shared_ffn_dim": 6},
+        {"balance_loss": 0.5, "balance_over": "global"},
+    ),
+    "bias": (
+        {"num_experts": 6, "top_k": 2, "ffn_dim": 14, "score": "sigmoid", "normalize": True, "scale": 1.7, "bias": True,
+         "groups": 3, "top_groups": 2, "first_dense": 1, "shared_ffn_dim": 10, "shared_gate": True},
+        {"bias_rate": 0.01, "center_bias": True},
+    ),
+    "capacity": (
+        {"num_experts": 5, "top_k": 2, "ffn_dim": 11, "capacity": 0.8},
+        {"balance_loss": 0.3, "balance_over": "micro_batch"},
+    ),
+}  # fmt: skip
+
+
 def split_sizes(name: str, tp: int) -> dict[str, Any]:
     """The same three for ``tp`` ranks that split tensors: key and value heads as many as ranks, half as many, one."""
     if name == "six":
@@ -97,6 +122,8 @@ class Computation:
     """Recipe of the blocks' products."""
     micro_batch: int | None = None
     """Where it changes the result; None: the whole batch at once gives the same."""
+    experts: str | None = None
+    """Of :data:`EXPERTS`."""
 
     def phases(self) -> list[dict[str, Any]]:
         """The phases as in the config."""
@@ -132,6 +159,8 @@ class Case:
     """FSDP2 gathers weights in FP8."""
     pieces: int = 1
     """In how many of them tensor parallelism gathers and scatters."""
+    experts: str | None = None
+    """Of :data:`EXPERTS`: what layers have in place of one feed-forward network."""
 
     def __str__(self) -> str:
         parts = [self.place, self.activation, f"x{self.accumulate}", "mask" if self.mask else "whole"]
@@ -140,6 +169,7 @@ class Case:
         parts += ["ramp"] if self.ramp else []
         parts += [self.float8] if self.float8 else []
         parts += ["gather"] if self.gather else []
+        parts += [self.experts] if self.experts else []
         parts += [f"pieces{self.pieces}"] if self.pieces > 1 else []
         return "-".join(parts if self.skip is None else [*parts, f"skip{self.skip}"])
 
@@ -168,7 +198,7 @@ class Case:
             one_by_one = self.more or self.on.pp > 1 or self.computation.micro_batch == 1
             return self.computation.global_batch // self.on.dp if one_by_one else 1
         if self.schedule is None:
-            return 3 if self.more else 1
+            return self.computation.global_batch // self.on.dp if self.experts == "capacity" else 3 if self.more else 1
         if not self.more:
             return self.num_stages
         # schedules with several stages a rank go in rounds of pp
@@ -205,6 +235,8 @@ class Case:
             Z_LOSS if self.z_loss else 0.0,
             self.skip,
             self.ramp,
+            micro_batch=1 if self.experts == "capacity" else None,
+            experts=self.experts,
         )
 
     @property
@@ -236,7 +268,7 @@ def everything() -> list[Case]:
     cases = [
         Case(**row, sizes=sizes[number % len(sizes)], z_loss=number % 5 in (1, 3)) for number, row in enumerate(plain)
     ]
-    return list(dict.fromkeys([*cases, *special(), *in_pieces(), *context(), *float8()]))
+    return list(dict.fromkeys([*cases, *special(), *in_pieces(), *context(), *float8(), *sparse()]))
 
 
 def special() -> list[Case]:
@@ -279,6 +311,25 @@ def context() -> list[Case]:
         Case("ring3", "full", tied=True, sizes="slim", skip=1), Case("ring2pp2", more=True, schedule="zbv_zero_bubble"),
         Case("usp2x2", more=True, tied=True, sizes="norm"), Case("usp2x2tp2", "full", z_loss=True),
         Case("usp2x2hsdp2", "selective", mask=False), Case("usp2x2pp2", schedule="interleaved_1f1b"),
+    ]  # fmt: skip
+
+
+def sparse() -> list[Case]:
+    """Models with experts on layouts of each kind."""
+    return [
+        Case("fsdp2", "full", more=True, experts="bias", tied=True), Case("tp2", experts="loss", more=True),
+        Case("pp2", experts="global", schedule="zbv_zero_bubble"),
+        Case("alone", experts="loss", more=True), Case("alone", "full", experts="global"),
+        Case("ddp2", experts="loss", more=True), Case("ddp3", experts="bias", skip=1),
+        Case("fsdp2", "selective", experts="capacity"),
+        Case("fsdp2zero1", more=True, experts="global"), Case("fsdp4", "selective", experts="global", ramp=True),
+        Case("hsdp2x2", "full", more=True, experts="bias", sizes="norm"),
+        Case("pp2", experts="bias", schedule="1f1b", more=True), Case("pp2", experts="loss", schedule="gpipe"),
+        Case("pp2fsdp2", "full", experts="bias", schedule="interleaved_1f1b"),
+        Case("tp2", "full", experts="bias", sizes="norm", pieces=2),
+        Case("fsdp2tp2", "selective", experts="global", more=True), Case("pp2tp2", experts="bias", schedule="1f1b"),
+        Case("ulysses2", experts="bias"), Case("gather2fsdp2", "full", experts="loss", more=True),
+        Case("ring2", "selective", experts="global"), Case("usp2x2tp2", experts="loss"),
     ]  # fmt: skip
 
 
@@ -327,6 +378,7 @@ def quick() -> list[Case]:
     few += [case for case in float8() if case.float8 == "blockwise" and case.on.world == 2][:2]
     few += in_pieces()[:1]
     few += [case for case in context() if case.on.world == 2]
+    few += sparse()[:3]
     return sorted([*covering(cases, seen, cost), *few], key=lambda case: case.on.world)
 
 

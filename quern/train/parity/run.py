@@ -16,7 +16,7 @@ from quern.train.checkpoint.format.slices import StoredTensors, boxes
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of
 from quern.train.parity.layouts import Layout
-from quern.train.parity.matrix import STEPS, Case, Computation
+from quern.train.parity.matrix import EXPERTS, STEPS, Case, Computation
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
@@ -63,6 +63,9 @@ class Outcome:
     written: dict[str, Table] = field(default_factory=dict)
     """``held-out figure``: the last validation's loss and targets; ``stored value``: the last checkpoint's tensors by
     their names there. Rank 0's."""
+    routers: Table = field(default_factory=dict)
+    """Biases of experts by name, and by layer what the routers of a model chose in the last step; the same on every
+    rank."""
     digest: str = ""
     """Of all tensors: replicas must hold the same bits. A replica but the first sends nothing else."""
 
@@ -83,7 +86,8 @@ def config_of(
                  for n, w in sources_of(computation.seq_len).items()],
         "document_mask": computation.mask,
         "phases": computation.phases(),
-        "model": dict(computation.model),
+        "model": dict(computation.model) | ({"moe": EXPERTS[computation.experts][0]} if computation.experts else {}),
+        "experts": EXPERTS[computation.experts][1] if computation.experts else {},
         "seq_len": computation.seq_len,
         "global_batch": computation.global_batch,
         "steps": STEPS,
@@ -151,6 +155,11 @@ def _train(config: TrainConfig, layout: Layout, skip: int | None) -> Outcome:
             outcome.first_moments[name] = _local(slots["exp_avg"])
             outcome.second_moments[name] = _local(slots["exp_avg_sq"])
             outcome.updates[name] = _local(slots["step"])
+        outcome.routers = {name: value.clone() for name, value in trainer.model.named_buffers()}
+        if (loads := trainer.parallel.loads) is not None:
+            outcome.routers |= {
+                f"choices {layer}": row.clone() for layer, row in zip(loads.layers, loads.noted, strict=True)
+            }
     outcome.digest = _digest(outcome)
     if ranks.first:
         rows = _lines(Path(config.run_dir, "metrics.jsonl"))
@@ -164,7 +173,7 @@ def _train(config: TrainConfig, layout: Layout, skip: int | None) -> Outcome:
         outcome.written["stored value"] = {n: stored.read(n, next(boxes(s, s.numel()))) for n, s in sizes.items()}
         outcome.kinds = tuple(entry["kind"] for entry in _lines(Path(config.run_dir, "ledger.jsonl")))
     first = layout.coordinates(ranks.rank)[1] == 0
-    return outcome if first else Outcome(outcome.package, digest=outcome.digest)
+    return outcome if first else Outcome(outcome.package, routers=outcome.routers, digest=outcome.digest)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -110,7 +110,7 @@ class RankFigures:
         least, the median and the most of all ranks. On rank 0."""
         if not self._slots:
             return {}
-        given = np.array(values).reshape(len(_FIGURES), self._slots)
+        given = np.array(values[: len(_FIGURES) * self._slots]).reshape(len(_FIGURES), self._slots)
         first = data_step % self._turns * SLOTS
         known = self._known[:, first : first + SLOTS]
         np.copyto(known, given[:, : known.shape[1]], where=given[:, : known.shape[1]] != 0)

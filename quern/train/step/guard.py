@@ -19,7 +19,7 @@ enters: the loop has to end a run that skips step after step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class Health:
     loss_z: Tensor
     """Robust z-score; 0 while there is no history to judge by, and for a step that is not finite."""
     norm_z: Tensor
+
+    def figures(self) -> dict[str, Tensor]:
+        """By the names of :class:`quern.train.step.figures.Figures`."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"skipped": own.pop("skip"), **own}
 
 
 class Guard:

@@ -47,13 +47,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, masters: HostMast
 
 def follow_updates(parallel: Parallel, optimizer: Optimizer) -> None:
     """Weights on the device for the masters that are there, FP8 scales for these weights and for those that every
-    update leaves, and the step's largest values into the history. Collective, updates too."""
+    update leaves, the step's largest values into the history, and biases of experts by the step's loads. Collective,
+    updates too."""
     if isinstance(optimizer, HostOptimizer):
         optimizer.publish()
     gather, amaxes = parallel.float8_gather, parallel.amaxes
     if gather is not None:
         gather.update()
         optimizer.register_step_post_hook(lambda *_: gather.update())
+    if (loads := parallel.loads) is not None:
+        optimizer.register_step_post_hook(lambda own, *_: loads.update(own.found_inf))
     if amaxes is not None:
         reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if dist.is_initialized() else None
         optimizer.register_step_post_hook(lambda own, *_: amaxes.roll(reduce, own.found_inf))

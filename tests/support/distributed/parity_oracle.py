@@ -18,9 +18,9 @@ from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.train.parity.corpus import LONG, SOURCES, Document, documents, held_out, write_corpus
-from quern.train.parity.matrix import STEPS, VOCAB_SIZE, Computation
+from quern.train.parity.matrix import EXPERTS, STEPS, VOCAB_SIZE, Computation
 from quern.train.parity.run import LR, MAX_NORM, SEED, WARMUP, WEIGHT_DECAY, Outcome
-from support.oracles import float8_products, order_reference, plain_loop
+from support.oracles import float8_products, order_reference, plain_loop, plain_moe
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def batches(computation: Computation, data: Data) -> list[list[plain_loop.Batch]
 
 def first_weights(computation: Computation) -> plain_loop.Weights:
     """Without padding, which the plain model does not have."""
-    model = Transformer(ModelConfig(**dict(computation.model)).shape(VOCAB_SIZE)).to(torch.float64)
+    moe = EXPERTS[computation.experts][0] if computation.experts is not None else None
+    model = Transformer(ModelConfig(**dict(computation.model), moe=moe).shape(VOCAB_SIZE)).to(torch.float64)
     initialise(model, SEED)
     return {
         name: value.detach()[:VOCAB_SIZE] if in_vocabulary(name) else value.detach()
@@ -99,10 +100,13 @@ def shape_of(computation: Computation) -> plain_loop.Shape:
     shape = plain_loop.Shape(**sizes, vocab_size=VOCAB_SIZE)
     if computation.float8 is not None:
         shape = replace(shape, product=float8_products.product(computation.float8))
+    if computation.experts is not None:
+        moe, by = EXPERTS[computation.experts]
+        shape = replace(shape, experts=plain_moe.Experts(moe, by))
     return shape
 
 
-def records(computation: Computation, data: Data) -> list[plain_loop.Record]:
+def records(computation: Computation, data: Data) -> tuple[list[plain_loop.Record], plain_moe.Experts | None]:
     shape = shape_of(computation)
     settings = plain_loop.Settings(
         STEPS, lr=LR, weight_decay=WEIGHT_DECAY, clip=MAX_NORM, warmup=WARMUP, z_loss=computation.z_loss
@@ -111,10 +115,20 @@ def records(computation: Computation, data: Data) -> list[plain_loop.Record]:
     weights, steps = first_weights(computation), batches(computation, data)
     found = list(plain_loop.train(weights, shape, steps, settings, skipped=skipped))
     assert all(record.grad_norm > MAX_NORM for record in found), "clipping is to be at work in every step"
+    return found, shape.experts
+
+
+def routers(experts: plain_moe.Experts) -> dict[str, torch.Tensor]:
+    """Biases, and of the last step what was chosen."""
+    found = {f"blocks.{layer}.ffn.bias": bias for layer, bias in experts.biases.items()}
+    for layer, counts in experts.chosen.items():
+        found[f"choices {layer}"] = torch.tensor([*counts, *experts.figures[layer]], dtype=torch.float64)
     return found
 
 
-def validation(computation: Computation, data: Data, weights: plain_loop.Weights) -> dict[str, torch.Tensor]:
+def validation(
+    computation: Computation, data: Data, weights: plain_loop.Weights, experts: plain_moe.Experts | None = None
+) -> dict[str, torch.Tensor]:
     """Over all windows, one at a time: the sum of all losses by the number of all targets."""
     held_out = data.held_out if any(data.sources[name].stream[computation.seq_len :] for name in SOURCES) else data.long
     stream, spans = held_out.stream, held_out.spans
@@ -123,17 +137,20 @@ def validation(computation: Computation, data: Data, weights: plain_loop.Weights
         for index in range(plain_loop.num_windows(stream, computation.seq_len))
     ]
     shape = shape_of(computation)
+    if experts is not None:  # with the biases of now, and nothing noted
+        shape = replace(shape, experts=replace(experts, chosen={}, figures={}, terms=[]))
     loss = sum(plain_loop.token_losses(weights, shape, window).sum() for window in windows)
     tokens = torch.tensor(sum(int((window.targets != plain_loop.IGNORE).sum()) for window in windows)).double()
     return {"loss": loss / tokens, "tokens": tokens}
 
 
-def stored(last: plain_loop.Record) -> dict[str, torch.Tensor]:
+def stored(last: plain_loop.Record, experts: plain_moe.Experts | None) -> dict[str, torch.Tensor]:
     """By the names that a checkpoint has for weights and moments."""
     found = {f"model.{name}": value for name, value in last.weights.items()}
     found |= {f"optimizer.state.{name}.exp_avg": value for name, value in last.first_moments.items()}
     found |= {f"optimizer.state.{name}.exp_avg_sq": value for name, value in last.second_moments.items()}
-    return found | {"optimizer.step": torch.tensor(last.updates).double()}
+    biases = {} if experts is None else {f"model.blocks.{n}.ffn.bias": bias for n, bias in experts.biases.items()}
+    return found | biases | {"optimizer.step": torch.tensor(last.updates).double()}
 
 
 def reference(computation: Computation, data: Data) -> Outcome:
@@ -156,7 +173,7 @@ def reference(computation: Computation, data: Data) -> Outcome:
         }  # fmt: skip
         return found | ({"z_loss": record.z_loss} if computation.z_loss else {})
 
-    found = records(computation, data)
+    found, experts = records(computation, data)
     last = found[-1]
     skips = [] if computation.skip is None else ["skipped"]
     return Outcome(
@@ -167,5 +184,9 @@ def reference(computation: Computation, data: Data) -> Outcome:
         first_moments=padded(last.first_moments),
         second_moments=padded(last.second_moments),
         updates={name: torch.tensor(float(last.updates)) for name in last.weights},
-        written={"held-out figure": validation(computation, data, last.weights), "stored value": stored(last)},
+        routers={} if experts is None else routers(experts),
+        written={
+            "held-out figure": validation(computation, data, last.weights, experts),
+            "stored value": stored(last, experts),
+        },
     )

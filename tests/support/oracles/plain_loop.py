@@ -50,6 +50,8 @@ class Shape:
     tied_embeddings: bool = False
     product: Callable[[Tensor, Tensor], Tensor] = torch.nn.functional.linear
     """``x Wᵀ`` of the blocks' matrices."""
+    experts: Any = None
+    """:class:`.plain_moe.Experts`."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,10 @@ def forward(w: Mapping[str, Tensor], shape: Any, tokens: Tensor, positions: Tens
         normed = rms_norm(x_BLD, w[f"{block}.attention_norm.weight"], shape.norm_eps)
         x_BLD = x_BLD + attend(w, f"{block}.attention", shape, normed, angles, mask)
         normed = rms_norm(x_BLD, w[f"{block}.ffn_norm.weight"], shape.norm_eps)
+        experts = getattr(shape, "experts", None)
+        if experts is not None and experts.is_sparse(i):
+            x_BLD = x_BLD + experts.feed_forward(w, i, normed, product)
+            continue
         gate, up = product(normed, w[f"{block}.ffn.w1.weight"]), product(normed, w[f"{block}.ffn.w3.weight"])
         x_BLD = x_BLD + product(gate * torch.sigmoid(gate) * up, w[f"{block}.ffn.w2.weight"])
     x_BLD = rms_norm(x_BLD, w["norm.weight"], shape.norm_eps)
@@ -280,9 +286,12 @@ def train(
         leaves = {name: weight.clone().requires_grad_() for name, weight in w.items()}
         valid = sum(int((np.asarray(batch.targets) != IGNORE).sum()) for batch in micro_batches)
         loss = z_loss = 0.0
+        experts = getattr(shape, "experts", None)
+        if experts is not None:
+            experts.begin(sum(len(batch.tokens) for batch in micro_batches))
         for batch in micro_batches:
             part = token_losses(leaves, shape, batch).sum() / valid
-            part.backward()  # type: ignore[no-untyped-call]
+            (part if experts is None else part + experts.take()).backward()  # type: ignore[no-untyped-call]
             loss += part.item()
             if settings.z_loss:
                 part = settings.z_loss * token_terms(leaves, shape, batch)[1].sum() / valid
@@ -299,6 +308,8 @@ def train(
             scale = 1.0 if settings.clip is None else settings.clip / (norm + 1e-6)
             scale = 1.0 if scale > 1.0 else scale
             w, m, v = adamw(w, {name: grad * scale for name, grad in grads.items()}, m, v, updates, lr, settings)
+        if experts is not None:
+            experts.end(applied)
         yield Record(step, loss, lr, norm, applied, valid, grads, w, m, v, updates, z_loss)
 
 

@@ -163,7 +163,8 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
         state[f"model.{name}"] = _whole(parameter)
         for slot, value in trainer.optimizer.state[parameter].items():
             state[f"{slot}.{name}"] = _whole(value)
-    return state
+    buffers = dict(trainer.parallel.weights.named_buffers())
+    return state | {f"model.{name}": value.clone() for name, value in buffers.items()}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,7 +207,8 @@ def rows(run_dir: Path | str) -> dict[int, dict[str, Any]]:
         if row["kind"] == "validation":
             found[-row["step"]] = {name: row[name] for name in ("loss", "tokens", "sources")}
         else:
-            found[row["step"]] = {name: row[name] for name in FACTS} | {"loss_scale": row.get("loss_scale")}
+            found[row["step"]] = {name: row[name] for name in FACTS}
+            found[row["step"]] |= {name: row.get(name) for name in ("loss_scale", "experts")}
     return found
 
 

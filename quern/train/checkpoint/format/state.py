@@ -105,17 +105,22 @@ class TensorView:
 
 def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Size of every weight of the model by global name, unpadded: what a checkpoint of it holds."""
-    with torch.device("meta"):
-        model = Transformer(shape)
-    sizes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    sizes = {name: tuple(tensor.shape) for name, tensor in _skeleton(shape).state_dict().items()}
     return {name: (shape.vocab_size, *size[1:]) if name in PADDED else size for name, size in sizes.items()}
+
+
+def _skeleton(shape: ModelShape) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(shape)
 
 
 def stored_sizes(shape: ModelShape, parts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Size of every tensor of a checkpoint by stored name, but for ``extra``; ``parts``: only names that begin so."""
     sizes: dict[str, tuple[int, ...]] = {_STEP: ()}
+    buffers = dict(_skeleton(shape).named_buffers())
     for name, size in weight_sizes(shape).items():
-        sizes |= {f"model.{name}": size} | {f"optimizer.state.{name}{moment}": size for moment in _MOMENTS}
+        moments = () if name in buffers else _MOMENTS
+        sizes |= {f"model.{name}": size} | {f"optimizer.state.{name}{moment}": size for moment in moments}
     return {name: size for name, size in sizes.items() if name.startswith(parts)}
 
 
@@ -198,7 +203,7 @@ def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:
     Raises:
         InputError: naming ``file`` and the field.
     """
-    theirs, ours = found.model_dump(), expected.model_dump()
+    theirs, ours = ({"moe": None} | shape.model_dump() for shape in (found, expected))
     for name, value in ours.items():
         if name != "vocab_multiple" and theirs[name] != value:
             raise InputError(f"{file}: model.{name}: expected {value!r}, as in the config, got {theirs[name]!r}")

@@ -171,7 +171,7 @@ def load_model(path: str, *, compute_dtype: torch.dtype | None = None) -> tuple[
     """
     manifest = read_manifest(path)
     model = Transformer(manifest.model, compute_dtype=compute_dtype)
-    parameters = dict(model.named_parameters())
+    parameters = model.state_dict(keep_vars=True)
     sizes = hf.expected_tensors(manifest.model)
     with torch.no_grad():
         for name, tensor in iter_weights(path):

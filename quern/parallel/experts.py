@@ -1,0 +1,146 @@
+"""Balances the loads of experts on any layout: the losses of each micro-batch, and once a step the biases, by counts of
+the global batch.
+
+What a rank's routers choose is noted in a row a layer (:mod:`quern.model.moe.noting`); one sum over all ranks makes
+them the global batch's. Ranks that hold the same layer have other tokens each, so that nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quern.model.config import ModelShape
+from quern.model.moe.balance import balance_losses, carry, z_losses
+from quern.model.moe.layer import MoE
+from quern.model.moe.noting import FIGURES, note_routing
+from quern.model.moe.routing import Routing
+from quern.model.transformer import Block, Transformer
+from quern.parallel.planning.balancing import Balancing
+
+__all__ = ["SUMMARY", "ExpertLoads"]
+
+SUMMARY = ("max_over_mean", "unused", "dropped", "entropy", "logits_rms")
+"""Of a step's loads: the greatest of an expert over the mean of its layer's, the number of experts that no token chose,
+the share of assignments that were dropped, a token's entropy in nats, and the root mean square of logits."""
+
+
+class ExpertLoads:
+    """The loads of all layers with experts of a model, of which this rank may hold some.
+
+    ``sharing``: names of the groups of ranks that compute other tokens of the same rows.
+    """
+
+    def __init__(
+        self, shape: ModelShape, balancing: Balancing, seq_len: int, device: torch.device, sharing: Sequence[str] = ()
+    ) -> None:
+        assert shape.moe is not None
+        self.moe, self.balancing, self.seq_len, self.sharing = shape.moe, balancing, seq_len, tuple(sharing)
+        self.layers = [layer for layer in range(shape.num_layers) if shape.moe.is_sparse(layer)]
+        self.noted = torch.zeros(
+            len(self.layers), shape.moe.num_experts + len(FIGURES), dtype=torch.float64, device=device
+        )
+        """[layers with experts, E + 3], of this step: of this rank, and once :meth:`update` was called of all."""
+        self.last = torch.zeros(len(self.layers), shape.moe.num_experts, dtype=torch.float64, device=device)
+        """[layers with experts, E]: counts of the last step whose update was applied."""
+        self.factor = torch.zeros((), dtype=torch.float64, device=device)
+        self._biases: dict[int, nn.Module] = {}
+
+    def watch(self, part: Transformer, seq_len: int) -> None:
+        """Note what the routers of a model, or of a part of one, choose, and let them learn to choose evenly. In place.
+        ``seq_len``: the tokens of a row that this rank's routers see."""
+        for number, block in part.blocks.items():
+            assert isinstance(block, Block)
+            if isinstance(block.ffn, MoE):
+                row = self.layers.index(int(number))
+                self._biases[row] = block.ffn
+                block.ffn.route = _Watched(self, block.ffn, row, seq_len).route  # type: ignore[method-assign]
+
+    def begin(self, sequences: int, loss_scale: Tensor) -> None:
+        """A step of so many sequences begins."""
+        self.noted.zero_()
+        self.factor.copy_(loss_scale).div_(sequences)  # not before: a scale is of float32
+
+    @torch.no_grad()
+    def update(self, skip: Tensor | None) -> None:
+        """Sum up the step's loads over all ranks, and move biases by them unless ``skip``, 0-d, is 1. Collective."""
+        if dist.is_initialized():
+            dist.all_reduce(self.noted)
+        counts_NE = self.noted[:, : self.moe.num_experts]
+        applied = torch.ones_like(self.factor) if skip is None else 1 - skip.to(self.factor.dtype)
+        self.last.copy_(torch.where(applied > 0, counts_NE, self.last))
+        if self.balancing.bias_rate == 0:
+            return
+        # whole numbers, compared without rounding
+        less_NE = (counts_NE.sum(dim=1, keepdim=True) - counts_NE * self.moe.num_experts).sign()
+        for row, module in self._biases.items():
+            bias_E = module.bias
+            assert isinstance(bias_E, Tensor)
+            moved_E = bias_E + self.balancing.bias_rate * less_NE[row].to(bias_E.dtype)
+            if self.balancing.center_bias:
+                moved_E = moved_E - moved_E.mean()
+            bias_E.copy_(torch.where(applied > 0, moved_E, bias_E))
+
+    def figures(self) -> Tensor:
+        """The :data:`SUMMARY` of the step, [5], once :meth:`update` was called."""
+        counts_NE = self.noted[:, : self.moe.num_experts]
+        dropped, entropy, logits = self.noted[:, self.moe.num_experts :].sum(dim=0)
+        assigned = counts_NE.sum()
+        tokens = assigned / self.moe.top_k
+        return torch.stack((
+            (counts_NE.amax(dim=1) / counts_NE.mean(dim=1)).max(), (counts_NE == 0).sum().to(assigned.dtype),
+            dropped / assigned, entropy / tokens, (logits / tokens / self.moe.num_experts).sqrt(),
+        ))  # fmt: skip
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resumed run needs beside the biases, which are the model's; empty where that is nothing."""
+        return {"last": self.last} if self.balancing.balance_over == "global" and self.balancing.balance_loss else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """What :meth:`state_dict` gave; without it, or of other layers, the first step's shares are even."""
+        if "last" in state and state["last"].shape == self.last.shape:
+            self.last.copy_(state["last"])
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    """A router's choice, noted, with the gradient of its losses."""
+
+    loads: ExpertLoads
+    module: MoE
+    row: int
+    tokens: int
+
+    def route(self, x_TD: Tensor) -> Routing:
+        found = MoE.route(self.module, x_TD)
+        if not torch.is_grad_enabled():
+            return found
+        balancing, loads = self.loads.balancing, self.loads
+        scores_TE = found.scores_TE.detach()
+        shares_TE = scores_TE / (scores_TE.sum(dim=1, keepdim=True) + 1e-20)
+        figures = torch.stack((
+            (found.sent_TK == loads.moe.num_experts).sum().to(scores_TE.dtype),
+            torch.special.entr(shares_TE).sum(),
+            found.logits_TE.detach().square().sum(),
+        ))  # fmt: skip
+        note_routing(found.chosen_TK, figures, loads.noted[self.row])
+        loss: Tensor | None = None
+        if balancing.balance_loss:
+            losses = balance_losses(
+                found, loads.moe, len(x_TD) // self.tokens, loads.seq_len, balancing.balance_over,
+                loads.last[self.row], self._total,
+            )  # fmt: skip
+            loss = balancing.balance_loss * losses
+        if balancing.z_loss:
+            z = balancing.z_loss * z_losses(found, loads.seq_len)
+            loss = z if loss is None else loss + z
+        return found if loss is None else found._replace(weights_TK=carry(found.weights_TK, loss, loads.factor))
+
+    def _total(self, counts: Tensor) -> Tensor:
+        for group in self.loads.sharing:
+            counts = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group))
+        return counts
