@@ -75,7 +75,11 @@ def test_lists_are_read_one_after_the_other(own: str) -> None:
     ("arguments", "expected"),
     [
         ("", "expected a CONFIG or --model: one of debug, 125M"),
-        ("--model 8B", "--model: expected debug, 125M, 1B, llama3-8b, llama3-70b, llama3-405b, got '8B'"),
+        (
+            "--model 8B",
+            "--model: expected debug, 125M, 1B, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, "
+            "olmoe-1b-7b, got '8B'",
+        ),
         ("none.yaml", "none.yaml: no such config file"),
         ("--model debug --precision fp8", "--precision: expected bf16, fp16, fp32, fp64, fp8-tensorwise,"),
         ("--model debug --layout ddp=2", "--layout: expected key=value of the section parallel (dp_replicate,"),
