@@ -35,8 +35,8 @@ def quern(*arguments: str) -> list[str]:
         (("steps=4", "--model", "debug"), "error: override steps: is the benchmark's own"),
         (
             ("--model", "debug", "z_loss=1"),
-            "error: --model: expected debug, 125M, 1B, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, "
-            "olmoe-1b-7b, got 'z_loss=1'; CONFIG and key=value stand before the options",
+            "error: --model: expected debug, 125M, 1B, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, "
+            "qwen3-30b-a3b, olmoe-1b-7b, got 'z_loss=1'; CONFIG and key=value stand before the options",
         ),
         (("none.yaml",), "error: none.yaml: no such config file"),
     ],
