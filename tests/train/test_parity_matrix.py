@@ -20,6 +20,7 @@ from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import LONG, SOURCES, documents, write_corpus
 from quern.train.parity.layouts import CONTEXT, LAYOUTS
 from quern.train.parity.matrix import (
+    EXPERTS,
     FACTORS,
     STEPS,
     VOCAB_SIZE,
@@ -139,7 +140,7 @@ def test_cases_of_published_faults_have_what_would_show_them(tmp_path: Path) -> 
     assert len(set(faults)) == len(faults)
     case_of = {source: chosen[name] for name, own in PUBLISHED.items() for source in own}
     numbered = {int(source.split()[-1]): case for source, case in case_of.items() if "finding" in source}
-    assert set(numbered) == {3, 7, 8, 9, 11, 12}
+    assert set(numbered) == {3, 7, 8, 9, 10, 11, 12}
     data = parity_oracle.make_data(tmp_path)
     for number, axis in ((3, "dp"), (9, "cp")):
         case = numbered[number]
@@ -159,6 +160,8 @@ def test_cases_of_published_faults_have_what_would_show_them(tmp_path: Path) -> 
     assert model["qk_norm"]
     assert model["num_heads"] > heads.on.tp == heads.on.world == 2
     assert numbered[7].on.tp == 2 < numbered[7].on.world
+    assert numbered[10].on.tp == 2
+    assert EXPERTS[str(numbered[10].experts)][1].get("balance_over", "sequence") == "sequence"
     stages = numbered[12]
     assert stages == case_of["Megatron-LM #844"]
     assert stages.tied

@@ -97,7 +97,7 @@ def blocks(spec: dict[str, Any], device: torch.device) -> nn.Module:
     shape = shape_of(spec)
     torch.manual_seed(0)
     with device:
-        model = nn.ModuleList(Block(shape) for _ in range(spec["blocks"]))
+        model = nn.ModuleList(Block(shape, layer) for layer in range(spec["blocks"]))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         if spec.get("bf16"):

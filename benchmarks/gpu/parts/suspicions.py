@@ -53,7 +53,7 @@ def amaxes(spec: dict[str, Any]) -> list[dict[str, Any]]:
     divide_exactly()
     torch.manual_seed(0)
     with device:
-        block = Block(shape)
+        block = Block(shape, 0)
         names = [name for name, module in block.named_modules() if isinstance(module, Linear)]
         for parameter in block.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)

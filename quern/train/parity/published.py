@@ -23,6 +23,9 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "tp2-none-x1-mask-untied-six-z-ramp": {
         "Megatron-LM #7452, finding 8": "of a weight split by heads one rank's part alone enters the norm",
     },
+    "tp2-none-x3-mask-untied-six-loss": {
+        "Megatron-LM #7452, finding 10": "a router's own counts are overwritten by their sum over ranks",
+    },
     "fsdp2tp2-none-x3-mask-tied-norm-skip1": {
         "Megatron-LM #7452, finding 7": "embeddings are scattered over other ranks than those of tp",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -145,7 +146,13 @@ def test_a_bit_that_flips_before_the_line_breaks_is_found(there, line, way):
     """The hash is of the whole file, also of what an earlier attempt brought."""
     data = content(4 * MIB)
     faults = [Fault("flip", way, at=MIB), Fault("cut", way, at=3 * MIB)]
-    there.move(way, data, line(there.port, *faults).port)
+    waits = iter([there.broken_off])  # after the cut; the next attempt is refused, and nothing of it is left
+
+    def sleep(seconds: float) -> None:
+        for wait in itertools.islice(waits, 1):
+            wait(seconds)
+
+    there.move(way, data, line(there.port, *faults).port, **({"sleep": sleep} if way == "send" else {}))
     assert there.arrived(way) == {PLACE: data}
     assert [fault.times for fault in faults] == [0, 0]
 
