@@ -20,7 +20,6 @@ from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import LONG, SOURCES, documents, write_corpus
 from quern.train.parity.layouts import CONTEXT, LAYOUTS
 from quern.train.parity.matrix import (
-    EXPERTS,
     FACTORS,
     STEPS,
     VOCAB_SIZE,
@@ -33,6 +32,7 @@ from quern.train.parity.matrix import (
 )
 from quern.train.parity.published import PUBLISHED
 from quern.train.parity.run import Outcome, case_config
+from quern.train.parity.sizes import EXPERTS
 from quern.train.setup import check
 from support.distributed import parity_oracle
 from support.oracles.plain_loop import IGNORE, Weights

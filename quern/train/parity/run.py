@@ -16,7 +16,8 @@ from quern.train.checkpoint.format.slices import StoredTensors, boxes
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of
 from quern.train.parity.layouts import Layout
-from quern.train.parity.matrix import EXPERTS, STEPS, Case, Computation
+from quern.train.parity.matrix import STEPS, Case, Computation
+from quern.train.parity.sizes import EXPERTS
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer

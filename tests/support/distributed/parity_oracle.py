@@ -18,8 +18,9 @@ from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.train.parity.corpus import LONG, SOURCES, Document, documents, held_out, write_corpus
-from quern.train.parity.matrix import EXPERTS, STEPS, VOCAB_SIZE, Computation
+from quern.train.parity.matrix import STEPS, VOCAB_SIZE, Computation
 from quern.train.parity.run import LR, MAX_NORM, SEED, WARMUP, WEIGHT_DECAY, Outcome
+from quern.train.parity.sizes import EXPERTS
 from support.oracles import float8_products, order_reference, plain_loop, plain_moe
 
 
