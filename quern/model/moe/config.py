@@ -108,7 +108,7 @@ class MoEConfig(Section):
     first_dense: Annotated[int, Field(ge=0)] | None = None
     """[layers] At the start that have no experts; null = 0. Example: 3"""
     every: Annotated[int, Field(ge=1)] | None = None
-    """[layers] Of those after, every so manieth has experts; null = 1. Example: 2"""
+    """[layers] Of those after, every n-th has experts; null = 1. Example: 2"""
     groups: Experts | None = None
     """[groups] Of experts, of which a token's are taken from ``top_groups`` (DeepSeek-V3): those whose two best scores
     have the greatest sums; null = 1. Example: 8"""
