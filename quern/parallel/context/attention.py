@@ -70,10 +70,10 @@ class _Attention:
             k_BrKH, v_BrKH = (own.repeat_interleave(size // own.shape[2], 2) for own in (k_BrKH, v_BrKH))
         parts = [own.unflatten(2, (size, -1)) for own in (q_BrNH, k_BrKH, v_BrKH)]
         counts = [own.shape[3] for own in parts]
-        together = _TokensForHeads.apply(torch.cat(parts, 3).flatten(2, 3), self.heads, size)
+        together = _Exchange.apply(torch.cat(parts, 3).flatten(2, 3), self.heads, size, False)
         q_BaNH, k_BaKH, v_BaKH = cast(Tensor, together).split(counts, 2)
         out_BaNH = self._over_shards(q_BaNH, k_BaKH, v_BaKH, mask)
-        return cast(Tensor, _HeadsForTokens.apply(out_BaNH, self.heads, size))
+        return cast(Tensor, _Exchange.apply(out_BaNH, self.heads, size, True))
 
     def _over_shards(self, q_BaNH: Tensor, k_BaKH: Tensor, v_BaKH: Tensor, mask: Any) -> Tensor:
         if self.shards is None:
@@ -82,30 +82,18 @@ class _Attention:
         return out_BaNH
 
 
-class _TokensForHeads(torch.autograd.Function):
-    """From a rank's tokens with all heads [B, r, M·n, H] to all tokens with its heads [B, M·r, n, H]."""
+class _Exchange(torch.autograd.Function):
+    """From a rank's tokens with all heads [B, r, M·n, H] to all tokens with its heads [B, M·r, n, H], or ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, x_BrNH: Tensor, group: str, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _tokens_for_heads(x_BrNH, group, size)
+    def forward(ctx: Any, x: Tensor, group: str, size: int, back: bool) -> Tensor:
+        ctx.group, ctx.size, ctx.back = group, size, back
+        return _heads_for_tokens(x, group, size) if back else _tokens_for_heads(x, group, size)
 
     @staticmethod
-    def backward(ctx: Any, dy_BanH: Tensor) -> tuple[Tensor, None, None]:
-        return _heads_for_tokens(dy_BanH, ctx.group, ctx.size), None, None
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    """The way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BanH: Tensor, group: str, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _heads_for_tokens(x_BanH, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, dy_BrNH: Tensor) -> tuple[Tensor, None, None]:
-        return _tokens_for_heads(dy_BrNH, ctx.group, ctx.size), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        way = _tokens_for_heads if ctx.back else _heads_for_tokens
+        return way(dy, ctx.group, ctx.size), None, None, None
 
 
 def _tokens_for_heads(x_BrNH: Tensor, group: str, size: int) -> Tensor:
