@@ -23,24 +23,20 @@ seeds; both losses have to. Exit code 1 if a run failed, 3 if a signal ended it,
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from studies import STOPPED, Case, Runs, config_of, figures, prepare, row_of, say
+
 from quern import __version__, storage
-from quern.config import dump_yaml, load_config, parse_overrides
-from quern.errors import InputError, QuernError
+from quern.config import load_config
+from quern.errors import QuernError
 from quern.train.config import TrainConfig
 
 BASE = "bf16"
@@ -72,136 +68,7 @@ CONFIG: dict[str, Any] = {
 GAP = 0.005
 ERRORS = 1.0
 LOSSES = {"held_out": "held-out loss", "training": "training loss, last tenth"}
-STOPPED = 3
 NOT_PASSED = 4
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run: a precision and a seed."""
-
-    precision: str
-    seed: int
-    out: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.precision}-seed{self.seed}"
-
-    @property
-    def folder(self) -> Path:
-        return self.out / self.name
-
-    @property
-    def config(self) -> Path:
-        return self.out / f"{self.name}.yaml"
-
-    @property
-    def finished(self) -> bool:
-        ledger = self.folder / "ledger.jsonl"
-        lines = ledger.read_text().splitlines() if ledger.exists() else []
-        return bool(lines) and '"end"' in lines[-1] and json.loads(lines[-1])["kind"] == "end"
-
-
-def config_of(case: Case, data: Sequence[str], overrides: Iterable[str]) -> dict[str, Any]:
-    """What the run's YAML says."""
-    config: dict[str, Any] = json.loads(json.dumps(CONFIG | PRECISIONS[case.precision]))
-    config |= {"run_dir": str(case.folder), "data": [{"path": path} for path in data], "seed": case.seed}
-    for key, value in parse_overrides(overrides):
-        *parents, last = key.split(".")
-        node = config
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return config
-
-
-def prepare(case: Case, data: Sequence[str], overrides: Iterable[str]) -> None:
-    """Writes the run's config.
-
-    Raises:
-        InputError: the config is none, or the run was begun with another.
-    """
-    text = dump_yaml(config_of(case, data, overrides))
-    if case.config.exists() and case.folder.exists() and case.config.read_text() != text:
-        raise InputError(f"{case.config}: the run was begun with another config; expected it unchanged, or another out")
-    storage.publish_bytes(str(case.config), text.encode())
-    load_config(case.config, TrainConfig)
-
-
-class Runs:
-    """Trains cases, some at a time; a signal asks each for an end with a checkpoint, and starts no more."""
-
-    def __init__(self, jobs: int) -> None:
-        self.jobs = jobs
-        self.stopped = False
-        self.failed: list[Case] = []
-        self._work: dict[subprocess.Popen[bytes], Case] = {}
-
-    def train(self, cases: Sequence[Case]) -> None:
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        left, began = list(cases), time.monotonic()
-        try:
-            while self._work or (left and not self.stopped):
-                while left and len(self._work) < self.jobs and not self.stopped:
-                    self._start(left.pop(0))
-                time.sleep(0.1)
-                ended = self._collect()
-                if ended and left:
-                    done = len(cases) - len(left) - len(self._work)
-                    minutes = (time.monotonic() - began) / done * (len(left) + len(self._work) / 2) / 60
-                    say(f"{done}/{len(cases)}, about {minutes:.0f} min to go")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            for process in self._work:  # only after an error of ours
-                process.kill()
-                process.wait()
-
-    def _start(self, case: Case) -> None:
-        command = [sys.executable, "-m", "quern.train", str(case.config)]
-        with (case.out / f"{case.name}.log").open("ab") as log:
-            # a session of its own: Ctrl-C at the terminal reaches it once, through us
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
-            )
-        self._work[process] = case
-
-    def _collect(self) -> int:
-        ended = [process for process in self._work if process.poll() is not None]
-        for process in ended:
-            case = self._work.pop(process)
-            if process.returncode == 0:
-                say(f"{case.name}: held-out loss {figures(case)['held_out']:.4f}")
-            elif process.returncode != STOPPED:
-                self.failed.append(case)
-                say(f"{case.name}: failed with code {process.returncode}, see {case.out / case.name}.log")
-        return len(ended)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        for process in self._work:
-            process.terminate()
-
-
-def figures(case: Case) -> dict[str, Any]:
-    """Of a finished run: both losses, tokens, the order, tokens a second (one thread)."""
-    rows = [json.loads(line) for line in (case.folder / "metrics.jsonl").read_text().splitlines()]
-    steps = {row["step"]: row for row in rows if row["kind"] == "step"}  # of an interrupted run, the last attempt's
-    count = len(steps)
-    last = [steps[step]["loss"] for step in range(count - max(1, count // 10), count)]
-    held_out = [row["loss"] for row in rows if row["kind"] == "validation"][-1:]
-    if not held_out or None in held_out + last:
-        raise QuernError(f"{case.folder}: no finite held-out and training loss; expected held-out documents, and steps")
-    facts = json.loads((case.folder / "run.json").read_text())
-    return {
-        "held_out": held_out[0],
-        "training": statistics.fmean(last),
-        "tokens": steps[count - 1]["tokens"],
-        "order": facts["order"],
-        "parameters": facts["parameters"],
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steps.values()),
-    }
 
 
 def compare(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
@@ -273,10 +140,6 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def row_of(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def shown(found: Mapping[str, Any]) -> list[str]:
     interval, errors = found["gap_interval"], found["standard_errors"]
     between = "–" if interval is None else f"{100 * interval[0]:+.3f} … {100 * interval[1]:+.3f} %"
@@ -290,10 +153,6 @@ def machine(device: str) -> str:
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     name = torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores, FP8 emulated"
     return f"{name}, torch {torch.__version__}, quern {__version__}"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -310,12 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [Case(precision, seed, args.out.resolve()) for seed in seeds for precision in precisions]
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+        data = [os.path.abspath(path) for path in args.data]
         for case in cases:
-            prepare(case, [os.path.abspath(path) for path in args.data], args.overrides)
+            prepare(case, config_of(case, CONFIG, PRECISIONS[case.variant], data, args.overrides))
         device = load_config(cases[0].config, TrainConfig).device
         runs = Runs(args.jobs)
         runs.train([case for case in cases if not case.finished])
-        done = {(case.precision, case.seed): figures(case) for case in cases if case.finished}
+        done = {(case.variant, case.seed): figures(case) for case in cases if case.finished}
         report = report_of(done, precisions, seeds)
     except QuernError as error:
         say(f"error: {error}")

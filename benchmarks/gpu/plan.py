@@ -24,7 +24,7 @@ def rows(device: str, small: bool) -> list[Row]:
     """Every row, in the order of :data:`PARTS`."""
     base = {**(SLIM if small else WIDE), "device": device}
     found = [row for part in PARTS.values() for row in part(base, small)]
-    return [replace(row, limit_s=60) for row in found] if small else found
+    return [replace(row, limit_s=240) for row in found] if small else found
 
 
 def _on(base: dict[str, Any]) -> str | None:
@@ -150,6 +150,7 @@ def _train(base: dict[str, Any], small: bool) -> list[Row]:
     if small:
         common |= {"model": "tiny", "layers": 1, "seq_len": 32, "micro_batches": [2], "accumulate": 2, "steps": 2,
                    "warm_up": 1}  # fmt: skip
+    sparse = {"model": "30B-A3B-width", "layers": 6, "micro_batches": [4, 2, 1]}
     llama_1b = {"model": "1B", "layers": None, "micro_batches": [8, 4, 2], "accumulate": 2}
 
     def own(name: str, **changes: Any) -> Row:
@@ -159,11 +160,16 @@ def _train(base: dict[str, Any], small: bool) -> list[Row]:
         return Row("train", name, "parts.train:transformers", {**common, **changes}, 300)
 
     if small:
-        return [own("tiny, bf16"), peer("tiny, transformers")]
+        sparse = {"model": "tiny, experts"}
+        return [own("tiny, bf16"), peer("tiny, transformers"), own("tiny, experts, bf16", **sparse),
+                peer("tiny, experts, transformers", **sparse)]  # fmt: skip
     return [
         own("bf16"),
         peer("transformers"),
         *(own(f"fp8-{scaling}", precision=f"fp8-{scaling}") for scaling in SCALINGS),
+        own("30B-A3B, bf16", **sparse),
+        peer("30B-A3B, transformers", **sparse),
+        own("30B-A3B, dense of what a token uses", **sparse | {"model": "30B-A3B-width, dense"}),
         own("bf16, weights cast per use", weights_cast="per_use"),
         own("bf16, documents", documents=True),
         own("bf16, selective", checkpointing="selective"),
@@ -178,6 +184,14 @@ def _train(base: dict[str, Any], small: bool) -> list[Row]:
     ]
 
 
+def _experts(base: dict[str, Any], small: bool) -> list[Row]:
+    spec = {**base, "model": {"preset": "qwen3-30b-a3b", "num_layers": 1}, "tokens": 16_384, "dtype": "bfloat16"}
+    if small:
+        tiny = {"num_experts": 4, "top_k": 2, "ffn_dim": 64}
+        spec |= {"model": {**base["model"], "moe": tiny}, "tokens": 128, "dtype": "float32"}
+    return [Row("experts", "a layer", "parts.experts:pieces", spec, 120)]
+
+
 def _checkpoint(base: dict[str, Any], small: bool) -> list[Row]:
     spec = {"device": base["device"], "gb": 0.02 if small else 20.0, "saves": 1 if small else 2,
             "step_s": 0.02 if small else 0.3, "folder": None}  # fmt: skip
@@ -187,6 +201,6 @@ def _checkpoint(base: dict[str, Any], small: bool) -> list[Row]:
 
 PARTS = {
     "products": _products, "float8": _float8, "attention": _attention, "loss": _loss, "optimizer": _optimizer,
-    "casts": _casts, "syncs": _syncs, "selftest": _selftest, "train": _train, "suspicions": _suspicions,
-    "checkpoint": _checkpoint,
+    "casts": _casts, "syncs": _syncs, "selftest": _selftest, "train": _train, "experts": _experts,
+    "suspicions": _suspicions, "checkpoint": _checkpoint,
 }  # fmt: skip

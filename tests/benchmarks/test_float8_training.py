@@ -79,17 +79,22 @@ def test_precisions_that_read_in_another_order_are_not_compared() -> None:
         bench.report_of(done, ["bf16", "fp8-rowwise"], [0])
 
 
+def prepare(case: bench.Case, change: str) -> None:
+    change_of = bench.PRECISIONS[case.variant]
+    bench.prepare(case, bench.config_of(case, bench.CONFIG, change_of, ["/data"], [change, "model.dim=256"]))
+
+
 def test_a_run_goes_on_with_its_own_config_only(tmp_path: Path) -> None:
     case = bench.Case("fp8-blockwise", 3, tmp_path)
-    bench.prepare(case, ["/data"], ["steps=50", "model.dim=256"])
+    prepare(case, "steps=50")
     assert "recipe: blockwise" in case.config.read_text()
-    bench.prepare(case, ["/data"], ["steps=60", "model.dim=256"])  # not begun yet
+    prepare(case, "steps=60")  # not begun yet
     case.folder.mkdir()
-    bench.prepare(case, ["/data"], ["steps=60", "model.dim=256"])
+    prepare(case, "steps=60")
     with pytest.raises(InputError, match="begun with another config"):
-        bench.prepare(case, ["/data"], ["steps=50", "model.dim=256"])
+        prepare(case, "steps=50")
     with pytest.raises(InputError, match="stepz"):
-        bench.prepare(bench.Case("bf16", 0, tmp_path), ["/data"], ["stepz=50"])
+        prepare(bench.Case("bf16", 0, tmp_path), "stepz=50")
 
 
 def test_the_losses_are_those_of_the_attempt_that_counts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +18,17 @@ from quern.train.bench.rows import VOCABULARIES
 from quern.train.bench.run import bench
 from quern.train.step.metrics import Mark, memory_gib, peak_flops
 
-#: Sizes of Llama 3.2 1B, of Llama 3.1 8B (of which a row has fewer layers), and of next to nothing.
+#: Sizes of Llama 3.2 1B, of Llama 3.1 8B and Qwen3 30B-A3B (of which a row has fewer layers), the latter also without
+#: experts, with a SwiGLU of the width that a token uses; and of next to nothing.
 MODELS: dict[str, dict[str, Any]] = {
     "1B": {"preset": "1B"},
     "8B-width": {"preset": "llama3-8b"},
+    "30B-A3B-width": {"preset": "qwen3-30b-a3b"},
+    "30B-A3B-width, dense": {"preset": "qwen3-30b-a3b", "moe": {"first_dense": 48}},
+    "tiny, experts": {"preset": "debug", "dim": 64, "ffn_dim": 128, "num_heads": 2, "num_kv_heads": 1, "qk_norm": True,
+                      "moe": {"num_experts": 4, "top_k": 2, "ffn_dim": 64, "normalize": True}},
     "tiny": {"preset": "debug", "dim": 64, "ffn_dim": 128, "num_heads": 2, "num_kv_heads": 1},
-}
+}  # fmt: skip
 
 
 def section_of(spec: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -40,7 +46,7 @@ def quern(spec: dict[str, Any]) -> list[dict[str, Any]]:
     options = Options(
         model=(section.pop("preset"),),
         overrides=(
-            *(f"model.{name}={size}" for name, size in section.items()), f"device={spec['device']}",
+            *(f"model.{name}={json.dumps(size)}" for name, size in section.items()), f"device={spec['device']}",
             f"document_mask={str(spec['documents']).lower()}", f"compile.backend={spec['backend']}",
             f"weights_cast={spec['weights_cast']}",
         ),
@@ -56,9 +62,10 @@ def quern(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def transformers(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """``LlamaForCausalLM`` as people train it on one GPU: weights and moments in BF16 (less memory and less work than
-    float32 masters), the whole model compiled, SDPA, fused AdamW, clipping, random tokens that lie on the device.
-    ``precision`` fp8-…: torchao's recipe of that name in every linear layer but the head."""
+    """``LlamaForCausalLM``, or ``Qwen3MoeForCausalLM`` with grouped products, as people train it on one GPU: weights,
+    and moments in BF16 (less memory and less work than float32 masters), the whole model compiled, SDPA, fused AdamW,
+    clipping, random tokens that lie on the device. ``precision`` fp8-…: torchao's recipe of that name in every linear
+    layer but the head."""
     for name in ("transformers", *(["torchao"] if spec["precision"] != "bf16" else [])):
         if importlib.util.find_spec(name) is None:
             raise SkipError(f"{name} is not installed")
@@ -78,21 +85,18 @@ def transformers(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def peer(spec: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     """Figures of ``spec["steps"]`` steps after ``spec["warm_up"]``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from quern.model.hf import hf_config  # needs safetensors, which transformers brings
 
     section, vocab_size = section_of(spec)
     shape = ModelConfig.model_validate(section).shape(vocab_size)
     device = gpu(spec)
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.dim, intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
-        num_key_value_heads=shape.num_kv_heads, rms_norm_eps=shape.norm_eps, max_position_embeddings=spec["seq_len"],
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=shape.tied_embeddings, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+    sizes = hf_config(shape, max_position=spec["seq_len"], eos_id=None, dtype=torch.bfloat16)
+    config = AutoConfig.for_model(**sizes | {"use_cache": False})
     torch.manual_seed(0)
     with device:
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.bfloat16)
     built = sum(parameter.numel() for parameter in model.parameters())
     assert built == shape.num_parameters, f"transformers built {built} parameters, expected {shape.num_parameters}"
     if spec["precision"] != "bf16":

@@ -17,9 +17,10 @@ from quern.train.init_from import load_train_config
 
 __all__ = ["MOST_TOKENS", "VOCABULARIES", "Row", "configure", "rows", "tokens_needed", "vocab_size_of"]
 
-#: Ids of the encodings that the presets' models were published with: GPT-2's, Llama 3's; some for the small one.
+#: Ids of the encodings that the presets' models were published with; some for the small one.
 VOCABULARIES = {
     "debug": 4096, "125M": 50_257, "1B": 128_256, "llama3-8b": 128_256, "llama3-70b": 128_256, "llama3-405b": 128_256,
+    "mixtral-8x7b": 32_000, "qwen3-30b-a3b": 151_936, "olmoe-1b-7b": 50_304,
 }  # fmt: skip
 MOST_TOKENS = 1 << 26
 """Of the random data; longer rows read it again."""
