@@ -243,10 +243,15 @@ TWO = MeshPlan(dp_shard=2)
 @pytest.mark.slow
 def test_experts_on_two_ranks(run_ranks: Any) -> None:
     tp = Case(MeshPlan(tp=2), kv_heads=2, moe=True)
+    compare(run_ranks, [tp, replace(tp, activation="selective", pieces=2), Case(TWO, moe=True)])
+
+
+@pytest.mark.long
+def test_experts_recomputed_and_in_bf16(run_ranks: Any) -> None:
+    tp = Case(MeshPlan(tp=2), kv_heads=2, moe=True)
     compare(run_ranks, [
-        tp, replace(tp, activation="selective", pieces=2), replace(tp, activation="full", recomputed=2),
-        replace(tp, dtype=torch.bfloat16), Case(TWO, moe=True), Case(TWO, False, 1, moe=True, activation="full"),
-        Case(MeshPlan(dp_replicate=2), moe=True),
+        replace(tp, activation="full", recomputed=2), replace(tp, dtype=torch.bfloat16),
+        Case(TWO, False, 1, moe=True, activation="full"), Case(MeshPlan(dp_replicate=2), moe=True),
     ])  # fmt: skip
 
 

@@ -6,8 +6,9 @@ calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of 
 all-to-all M is what the rank has before, and it sends (N-1)/N · M.
 
 Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
-whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, and the
-three largest values of a layer whose history delayed FP8 scaling keeps.
+whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, the three
+largest values of a layer whose history delayed FP8 scaling keeps, and the counts of a layer's experts: all ranks add
+them up once a step, and those that share rows once a micro-batch for a balance loss by sequence or micro-batch.
 """
 
 from __future__ import annotations
