@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from quern.model.moe.experts import Experts
 from quern.model.transformer import Linear, Transformer
 from quern.parallel.kept_weights import KeptWeights
 from quern.torch_versions import fsdp_groups
@@ -43,7 +44,7 @@ class HostMasters:
         named = dict(view.named_parameters())
         masters = {name: _master(parameter, dtype) for name, parameter in named.items()}
         self.model = cast(Transformer, _shell(view, masters))
-        """The masters under the weights' names, with the model's ``shape``; not to be called."""
+        """The masters under the weights' names, with the model's ``shape`` and its own buffers; not to be called."""
         totals = {weight: own.total_OK for some in kept for weight, own in some.weights}
         self.totals = {weight: total for weight, total in totals.items() if total is not None}
         """The memory that is a weight's gradient in every step, where there is such."""
@@ -73,11 +74,11 @@ class HostMasters:
 
 def cast_weights(part: Transformer, dtype: torch.dtype, *, sharded: bool, head: bool) -> None:
     """Cast what the device holds in ``dtype``: all weights where they are to be ``sharded`` by FSDP2, else those of the
-    blocks' matrices, and of the ``head``. In place, before FSDP2 has them."""
+    blocks' matrices but of routers, and of the ``head``. In place, before FSDP2 has them."""
     modules = part.modules() if sharded else [*part.blocks.modules(), *([part.head] if head and part.head else [])]
     for module in modules:
         for name, weight in module.named_parameters(recurse=False):
-            if sharded or isinstance(module, Linear):
+            if sharded or isinstance(module, Linear | Experts):
                 setattr(module, name, nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad))
 
 
@@ -125,12 +126,15 @@ def _master(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 def _shell(view: Transformer, masters: Mapping[str, nn.Parameter]) -> nn.Module:
     root = nn.Module()
     root.shape = view.shape  # type: ignore[assignment]
-    for name, master in masters.items():
+    for name, value in {**masters, **dict(view.named_buffers())}.items():
         *path, leaf = name.split(".")
         owner = root
         for step in path:
             if step not in owner._modules:
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
-        owner.register_parameter(leaf, master)
+        if isinstance(value, nn.Parameter):
+            owner.register_parameter(leaf, value)
+        else:
+            owner.register_buffer(leaf, value)
     return root

@@ -11,13 +11,14 @@ from quern.mixtures.order import Order
 from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
-from quern.parallel.planning.float8 import LAYERS, fitting
+from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.held import held
 from quern.parallel.planning.host_state import host_state as planned_host_state
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import stage_costs, stage_parameters
 from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
+from quern.parallel.planning.weights import alike
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.batches.mixture import plan_mixture
 from quern.train.batches.sharing import shared_attention
@@ -131,12 +132,14 @@ def float8(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> dict[str, 
     recipe = config.float8.products
     if recipe is None:
         return None
-    fits = fitting(shape, plan.tp, recipe)
+    kinds = alike(shape, range(shape.num_layers))
+    fits = {layer: fitting(shape, plan.tp, recipe, layer) for layer, _ in kinds}
+    left_out = {name: None for layer in fits for name in local_sizes(shape, plan.tp, layer) if name not in fits[layer]}
     return {
         "recipe": recipe.scaling, "gradients": recipe.gradients, "delayed": recipe.delayed,
         "all_gather": config.float8.all_gather, "implementation": recipe.implementation,
-        "layers": len(fits) * shape.num_layers,
-        "left_out": [name for name in LAYERS if name not in fits],
+        "layers": sum(len(fits[layer]) * count for layer, count in kinds),
+        "left_out": list(left_out),
     }  # fmt: skip
 
 

@@ -26,6 +26,11 @@ BASE = {
 }  # fmt: skip
 SHARDS = {"parallel": {"dp_shard": 2}}
 FOUR_LAYERS = {"model": {"num_layers": 4}, "micro_batch": 1}
+SPARSE: dict[str, Any] = {
+    "model": {"num_layers": 2, "moe": {"num_experts": 5, "top_k": 2, "ffn_dim": 24, "bias": True,
+                                       "shared_ffn_dim": 16, "shared_gate": True}},
+    "experts": {"bias_rate": 0.05, "balance_loss": 0.1, "balance_over": "global"},
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, SHARDS),
     "fsdp2 kept, tied": (2, {"parallel": {"dp_shard": 2, "reshard_after_forward": False},
@@ -36,6 +41,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"parallel": {"cp": 2}}),
     "cp2fsdp2 zero 1": (4, {"parallel": {"cp": 2, "cp_method": "allgather", "dp_shard": 2, "zero": 1},
                             "micro_batch": 1}),
+    "fsdp2 experts": (2, SHARDS | SPARSE),
+    "tp2 experts": (2, {"parallel": {"tp": 2}} | SPARSE),
+    "pp2 experts": (2, {"parallel": {"pp": 2}} | SPARSE),
     "hsdp2x2": (4, {"parallel": {"dp_replicate": 2, "dp_shard": 2}, "replicas": {"interval": 2}}),
     "tp2": (2, {"parallel": {"tp": 2, "tp_pieces": 2}}),
     "tp2fsdp2": (4, {"parallel": {"dp_shard": 2, "tp": 2}}),
@@ -158,6 +166,7 @@ def size(tensors: Any) -> int:
         pytest.param(1, {"parallel": {"dp_shard": 1}, "model": {"tied_embeddings": True}}, marks=LONG),
         pytest.param(1, {"parallel": {"dp_shard": 1}, "precision": "fp32"}, marks=LONG),
         pytest.param(2, SHARDS, marks=LONG),
+        pytest.param(1, {"parallel": {"dp_shard": 1}} | SPARSE, marks=LONG),
         pytest.param(2, SHARDS | {"optimizer": {"gradients": "bf16", "moments": "bf16"}}, marks=LONG),
         pytest.param(4, {"parallel": {"dp_shard": 2, "tp": 2}}, marks=LONG),
         pytest.param(2, {"parallel": {"pp": 2}}, marks=LONG),

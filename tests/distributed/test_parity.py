@@ -74,6 +74,8 @@ MANY_RANKS = ("pp2fsdp2tp2",)
 DEALT = [Case("ring2", more=True, sizes="norm"), Case("ulysses2keep", "full", mask=False, sizes="norm")]
 #: Of those that deal tokens out in FP8, what is in `make test-long`; the others in `make test-exhaustive`.
 FLOAT8_DEALT = ("ulysses2", "ring2", "gather2fsdp2")
+#: The same of experts in FP8.
+FLOAT8_SPARSE = ("fsdp2", "tp2")
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -93,6 +95,7 @@ def marked() -> dict[Case, Any]:
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     rare = {case for case in matrix.float8() if case.on.cp > 1 and case.layout not in FLOAT8_DEALT}
+    rare |= {case for case in matrix.sparse() if case.float8 is not None and case.layout not in FLOAT8_SPARSE}
     cases |= {
         case: pytest.param(case, marks=pytest.mark.exhaustive if case in rare else pytest.mark.long)
         for case in [*matrix.quick(), *matrix.special(), *matrix.in_pieces(), *matrix.context(), *NAMED]

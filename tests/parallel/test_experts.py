@@ -84,8 +84,31 @@ def test_stages_are_cut_by_what_a_token_is_multiplied_by() -> None:
             {"ffn_dim": 6},
             "parallel.tp: does not go with experts (model.moe): expected a divisor of",
         ),
-        ({"float8": Recipe(scaling="tensorwise")}, {}, "float8.recipe: does not go with experts (model.moe): their p"),
-        ({"host_state": True}, {}, "optimizer.state: does not go with experts (model.moe): their weights are not kept"),
+        (
+            {"float8": Recipe("tensorwise", delayed=True)},
+            {},
+            "float8.delayed: does not go with experts (model.moe): their rows are other ones in each step; expected "
+            "false, or recipe blockwise",
+        ),
+        (
+            {"float8": Recipe("rowwise", implementation="torchao")},
+            {},
+            "float8.implementation: does not go with experts (model.moe): torchao computes linear layers; expected "
+            "quern, as with recipe blockwise",
+        ),
+        (
+            {"float8": Recipe("blockwise"), "float8_all_gather": True, "plan": MeshPlan(dp_shard=2)},
+            {},
+            "float8.all_gather: does not go with experts (model.moe): their weights are gathered in the dtype of "
+            "activations; expected false, as with recipe blockwise",
+        ),
+        (
+            {"float8": Recipe("blockwise")},
+            {},
+            "float8.recipe: blockwise takes matrices whose sizes are multiples of 128, and no layer has such on a rank "
+            "(attention.wq 16×16, attention.wk 8×16, attention.wv 8×16, attention.wo 16×16, ffn.w1 32×16, "
+            "ffn.w2 16×32, ffn.w3 32×16, ffn.experts 8×16, ffn.shared.w1 4×16, ffn.shared.w2 16×4, ffn.shared.w3 4×16)",
+        ),
         (
             {"plan": MeshPlan(cp=2)},
             {"capacity": 1.0},

@@ -9,13 +9,16 @@ Shapes: S rows, of which expert e has those from the end of e - 1 to its own; E 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["multiply"]
+from quern.model.float8.linear import Products, products
+from quern.model.float8.recipe import Recipe
+
+__all__ = ["multiply", "multiply_in_float8"]
 
 _ALIGNED = 16
 """A row of what ``grouped_mm`` reads has to be a multiple of this many bytes."""
@@ -75,3 +78,56 @@ def _gradients(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 multiply.register_autograd(_gradients, setup_context=_keep)
+
+
+def multiply_in_float8(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, recipe: Recipe) -> Tensor:
+    """The same by an FP8 recipe without a history: each expert's product, and its gradients, are those of a linear
+    layer for its rows alone, where blocks of tokens begin. The host waits for ``ends_E``."""
+    return cast(Tensor, _in_float8(x_SI, weight_EOI, ends_E, recipe.scaling, recipe.gradients))
+
+
+@torch.library.custom_op("quern::multiply_experts_in_float8", mutates_args=())
+def _in_float8(
+    x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, scaling: str, gradients: str, turned: bool = False
+) -> Tensor:
+    """``turned``: ``x`` [S, O] is the gradient of the output, and what is returned [S, I] that of the input."""
+    by = _products(scaling, gradients)
+    y = x_SI.new_zeros(len(x_SI), weight_EOI.shape[2 if turned else 1])
+    for weight_OI, rows in zip(weight_EOI, _rows(ends_E), strict=True):
+        y[rows] = (by.grad_input if turned else by.forward)(x_SI[rows], weight_OI)
+    return y
+
+
+@torch.library.custom_op("quern::expert_gradients_in_float8", mutates_args=())
+def _of_weights_in_float8(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, scaling: str, gradients: str) -> Tensor:
+    """[E, O, I]."""
+    by = _products(scaling, gradients)
+    return torch.stack([by.grad_weight(grad_SO[rows], x_SI[rows]) for rows in _rows(ends_E)])
+
+
+def _products(scaling: str, gradients: str) -> Products:
+    return products(Recipe(cast(Any, scaling), cast(Any, gradients)))
+
+
+@_in_float8.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, scaling: str, gradients: str, turned: bool = False) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if turned else 1])
+
+
+@_of_weights_in_float8.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor, scaling: str, gradients: str) -> Tensor:
+    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+def _keep_in_float8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.recipe = inputs[3:5]
+
+
+def _gradients_in_float8(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:
+    x_SI, weight_EOI, ends_E = ctx.saved_tensors
+    dx_SI = _in_float8(grad_SO, weight_EOI, ends_E, *ctx.recipe, turned=True)
+    return dx_SI, _of_weights_in_float8(grad_SO, x_SI, ends_E, *ctx.recipe), None, None, None, None
+
+
+_in_float8.register_autograd(_gradients_in_float8, setup_context=_keep_in_float8)

@@ -18,6 +18,7 @@ from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, choices, divisors
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches, why_no_split_backward
+from quern.parallel.planning.weights import alike
 
 __all__ = ["Task", "check_layout"]
 
@@ -108,8 +109,12 @@ def _experts(shape: ModelShape, layout: Layout) -> None:
     for key, given, why in (
         ("parallel.tp", any(width % plan.tp for width in (shape.moe.ffn_dim, shape.moe.shared_ffn_dim)),
          f"expected a divisor of ffn_dim ({shape.moe.ffn_dim}) and shared_ffn_dim ({shape.moe.shared_ffn_dim})"),
-        ("float8.recipe", layout.float8 is not None, "their products are not in FP8; expected null"),
-        ("optimizer.state", layout.host_state, "their weights are not kept cast; expected device"),
+        ("float8.delayed", layout.float8 is not None and layout.float8.delayed,
+         "their rows are other ones in each step; expected false, or recipe blockwise"),
+        ("float8.implementation", layout.float8 is not None and layout.float8.implementation == "torchao",
+         "torchao computes linear layers; expected quern, as with recipe blockwise"),
+        ("float8.all_gather", layout.float8_all_gather,
+         "their weights are gathered in the dtype of activations; expected false, as with recipe blockwise"),
         ("model.moe.capacity", shape.moe.capacity is not None and plan.cp * plan.tp > 1,
          "with parallel.cp or tp a rank's routers see a part of the sequence; expected null"),
     ):  # fmt: skip
@@ -189,8 +194,10 @@ def _tokens(layout: Layout) -> str:
 def _float8(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
     """A recipe that no layer can take, or tokens that no kernel of the weights' gradients can."""
     plan = layout.plan
-    if not fitting(shape, plan.tp, recipe):
-        sizes = ", ".join(f"{name} {rows}×{columns}" for name, (rows, columns) in local_sizes(shape, plan.tp).items())
+    kinds = [layer for layer, _ in alike(shape, range(shape.num_layers))]
+    if not any(fitting(shape, plan.tp, recipe, layer) for layer in kinds):
+        known = {name: size for layer in kinds for name, size in local_sizes(shape, plan.tp, layer).items()}
+        sizes = ", ".join(f"{name} {rows}×{columns}" for name, (rows, columns) in known.items())
         raise InputError(
             f"float8.recipe: {recipe.scaling} takes matrices whose sizes are multiples of {recipe.multiple}, and no "
             f"layer has such on a rank ({sizes}); expected other sizes of the model or tp, or null"

@@ -9,27 +9,34 @@ from quern.model.float8.recipe import BLOCK, Recipe
 
 if TYPE_CHECKING:
     from quern.model.float8.delayed import Amaxes
+    from quern.model.moe.experts import Experts
     from quern.model.transformer import Linear, Transformer
 
 __all__ = ["LAYERS", "fitting", "gathered", "layers_in_float8", "local_sizes", "use_float8"]
 
 LAYERS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w2", "ffn.w3")
-"""Of a block: all of its matrices. Embedding, head and norms stay in the dtype of activations."""
+"""Of a block without experts: all of its matrices. Embedding, head, routers and norms are not in FP8."""
 
 
-def local_sizes(shape: ModelShape, tp: int) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the product that one of ``tp`` ranks makes with each of a block's matrices."""
-    query, ffn = shape.num_heads // tp * shape.head_dim, shape.ffn_dim // tp
+def local_sizes(shape: ModelShape, tp: int, layer: int = 0) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the product that one of ``tp`` ranks makes with each of a block's matrices; an expert's
+    three are one entry, ``ffn.experts``, as they have the same sizes or those turned."""
+    query, dim, moe = shape.num_heads // tp * shape.head_dim, shape.dim, shape.moe
     key = max(shape.num_kv_heads // tp, 1) * shape.head_dim  # a head that several ranks share is whole on each
-    rows = {"attention.wq": query, "attention.wk": key, "attention.wv": key, "ffn.w1": ffn, "ffn.w3": ffn}
-    columns = {"attention.wo": query, "ffn.w2": ffn}
-    return {name: (rows[name], shape.dim) if name in rows else (shape.dim, columns[name]) for name in LAYERS}
+    attention = {"wq": (query, dim), "wk": (key, dim), "wv": (key, dim), "wo": (dim, query)}
+    found = {f"attention.{name}": size for name, size in attention.items()}
+    name, width = "ffn", shape.ffn_dim // tp
+    if moe is not None and moe.is_sparse(layer):
+        found["ffn.experts"] = moe.ffn_dim // tp, dim
+        name, width = "ffn.shared", moe.shared_ffn_dim // tp
+    swiglu = {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width), f"{name}.w3": (width, dim)}
+    return found | (swiglu if width else {})
 
 
-def fitting(shape: ModelShape, tp: int, recipe: Recipe) -> tuple[str, ...]:
+def fitting(shape: ModelShape, tp: int, recipe: Recipe, layer: int = 0) -> tuple[str, ...]:
     """The matrices of a block whose both sizes on a rank are multiples of what the recipe takes."""
-    sizes = local_sizes(shape, tp)
-    return tuple(name for name in LAYERS if not any(size % recipe.multiple for size in sizes[name]))
+    sizes = local_sizes(shape, tp, layer)
+    return tuple(name for name, own in sizes.items() if not any(size % recipe.multiple for size in own))
 
 
 def gathered(shape: ModelShape, tp: int, recipe: Recipe) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]:
@@ -49,8 +56,8 @@ def gathered(shape: ModelShape, tp: int, recipe: Recipe) -> dict[str, tuple[tupl
 
 def layers_in_float8(shape: ModelShape, tp: int, recipe: Recipe) -> list[str]:
     """The layers of the whole model that compute in FP8."""
-    fits = fitting(shape, tp, recipe)
-    return [f"blocks.{number}.{name}" for number in range(shape.num_layers) for name in fits]
+    layers = range(shape.num_layers)
+    return [f"blocks.{number}.{name}" for number in layers for name in fitting(shape, tp, recipe, number)]
 
 
 def use_float8(model: Transformer, recipe: Recipe, tp: int = 1, amaxes: Amaxes | None = None) -> list[str]:
@@ -59,9 +66,12 @@ def use_float8(model: Transformer, recipe: Recipe, tp: int = 1, amaxes: Amaxes |
     ``amaxes``: where the layers' histories are, with delayed scaling. Returns the names of the blocks' layers that
     stay in the dtype of activations.
     """
-    fits = fitting(model.shape, tp, recipe)
+    left = []
     for number, block in model.blocks.items():
+        fits = fitting(model.shape, tp, recipe, int(number))
         for name in fits:
             own = recipe if amaxes is None else amaxes.of(f"blocks.{number}.{name}", recipe)
-            cast("Linear", block.get_submodule(name)).recipe = own
-    return [f"blocks.{number}.{name}" for number in model.blocks for name in LAYERS if name not in fits]
+            cast("Linear | Experts", block.get_submodule(name)).recipe = own
+        names = local_sizes(model.shape, tp, int(number))
+        left += [f"blocks.{number}.{name}" for name in names if name not in fits]
+    return left

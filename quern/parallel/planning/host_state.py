@@ -21,12 +21,13 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
     places, stages = step.plan.coordinates(rank), layout.layers_of_stages(shape)
     master, compute, adds = step.reduce_bytes, step.compute_bytes, layout.adds_gradients(step.plan)
     sizes: list[tuple[int, int]] = []
-    copied = 0
+    copied = experts = 0
 
     def unit(weights: Sequence[Weight], cast: bool) -> None:
         """Elements, and bytes on the device."""
         shares = [(w, w.share(step.plan.shards, step.plan.shard_of(places))) for w in weights]
-        bytes_of = {w: compute if step.plan.by_fsdp or (cast and len(w.shape) > 1) else master for w in weights}
+        matrices = {w for w in weights if len(w.shape) > 1 and not w.router}
+        bytes_of = {w: compute if step.plan.by_fsdp or (cast and w in matrices) else master for w in weights}
         sizes.append((sum(own for _, own in shares), sum(own * bytes_of[w] for w, own in shares)))
 
     for stage in layout.stages_of(places["pp"]):
@@ -35,12 +36,14 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
         apart = 2 * (last and not shape.tied_embeddings)  # the head and the last norm
         unit(ends[: len(ends) - apart], False)
         for layer in stages[stage]:
-            unit(block_weights(shape, tp, layer), True)
+            block = block_weights(shape, tp, layer)
+            unit(block, True)
+            experts += sum(weight.size for weight in block if len(weight.shape) == 3)  # which are quantised at each use
         unit(ends[len(ends) - apart :], adds)
         copied += ends[0].size if last and not (apart and adds) else 0  # stages in the middle have no ends
     total, sent = map(sum, zip(*sizes, strict=True))
     if layout.float8 is not None:
-        copied = total
+        copied = total - experts
     kept = compute * copied if layout.keeps_weights(step.plan) and compute < master else 0
     down = step.gradient_bytes * total
     staging = 2 * max(master * count for count, _ in sizes) + 2 * max(size for _, size in sizes)

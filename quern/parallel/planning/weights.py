@@ -17,6 +17,8 @@ class Weight:
     shape: tuple[int, ...]
     split: bool
     """Whether ``tp`` splits it; else every rank of ``tp`` holds it whole."""
+    router: bool = False
+    """Whether it is a router's or a gate's, which compute in at least float32."""
 
     @property
     def size(self) -> int:
@@ -58,10 +60,10 @@ def _experts(shape: ModelShape, tp: int) -> list[Weight]:
     width, split = moe.ffn_dim // tp, tp > 1
     wide = Weight((moe.num_experts, width, dim), split)
     return [
-        Weight((moe.num_experts, dim), False),
+        Weight((moe.num_experts, dim), False, router=True),
         *(wide, Weight((moe.num_experts, dim, width), split), wide),
         *(_swiglu(dim, moe.shared_ffn_dim, tp) if moe.shared_ffn_dim else []),
-        *([Weight((1, dim), False)] if moe.shared_gate else []),
+        *([Weight((1, dim), False, router=True)] if moe.shared_gate else []),
     ]
 
 

@@ -13,8 +13,8 @@ __all__ = ["Float8Config"]
 
 
 class Float8Config(Section):
-    """FP8 for the products of the blocks' seven matrices, where their sizes on a rank are multiples of 16 (blockwise:
-    of 128); embedding, head and norms stay in ``precision``, and so do masters and moments."""
+    """FP8 for the products of the blocks' matrices, of experts too, where their sizes on a rank are multiples of 16
+    (blockwise: of 128); embedding, head, routers and norms are not in FP8, and neither are masters and moments."""
 
     recipe: Scaling | None = None
     """Which values share a scale: tensorwise a matrix, rowwise a row, blockwise 1×128 of activations and gradients and

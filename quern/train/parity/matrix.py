@@ -161,11 +161,14 @@ class Case:
     def computation(self) -> Computation:
         if self.float8 is not None:
             model = {**SIZES["blocks"], "vocab_multiple": 10, "tied_embeddings": self.tied}
-            own = None if self.float8 == "blockwise" else 1  # a scale of all tokens, or of whole rows along them
+            # a scale of all tokens, of whole rows along them, or of those that a call gives an expert
+            own = None if (self.float8, self.experts) == ("blockwise", None) else 1
             length, batch = FLOAT8_LENGTH, FLOAT8_BATCH
             if self.on.cp > 1:
                 length, batch = FLOAT8_DEALT, 2 * self.on.pp
-            return Computation(tuple(model.items()), length, batch, self.mask, 0.0, None, False, self.float8, own)
+            return Computation(
+                tuple(model.items()), length, batch, self.mask, 0.0, None, False, self.float8, own, self.experts
+            )
         layout = self.on
         model = dict(SIZES[self.sizes], vocab_multiple=8)
         if layout.splits_heads > 1:
@@ -283,6 +286,13 @@ def sparse() -> list[Case]:
         Case("fsdp2tp2", "selective", experts="global", more=True), Case("pp2tp2", experts="bias", schedule="1f1b"),
         Case("ulysses2", experts="bias"), Case("gather2fsdp2", "full", experts="loss", more=True),
         Case("ring2", "selective", experts="global"), Case("usp2x2tp2", experts="loss"),
+        *(
+            replace(case, sizes="blocks", float8="blockwise", experts="wide")
+            for case in (
+                Case("alone", "full", mask=False), Case("fsdp2", "selective", tied=True), Case("tp2", "full"),
+                Case("pp2", schedule="1f1b"), Case("fsdp2tp2", mask=False), Case("pp2", schedule="zbv_zero_bubble"),
+            )
+        ),
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 #: Keys of ``model.moe``, and of ``experts``. Experts divide by no number of ranks; two ranks divide their widths.
 #: What is dropped goes by position: equal tokens have equal scores but for rounding, and a tie falls as that does.
+#: ``wide`` ones have a whole block of FP8 on each of two ranks.
 EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss": (
         {"num_experts": 5, "top_k": 2, "ffn_dim": 22, "normalize": True},
@@ -38,6 +39,11 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "capacity": (
         {"num_experts": 5, "top_k": 2, "ffn_dim": 11, "capacity": 0.8},
         {"balance_loss": 0.3, "balance_over": "micro_batch"},
+    ),
+    "wide": (
+        {"num_experts": 5, "top_k": 2, "ffn_dim": 256, "normalize": True, "bias": True, "first_dense": 1,
+         "shared_ffn_dim": 256},
+        {"bias_rate": 0.01, "balance_loss": 0.3},
     ),
 }  # fmt: skip
 

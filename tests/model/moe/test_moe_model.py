@@ -164,8 +164,8 @@ def test_selective_recomputation_keeps_the_products_of_experts(mode: str, again:
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        pytest.param("selective", torch.float32, marks=pytest.mark.slow),
-        pytest.param("none", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("selective", torch.float32, marks=pytest.mark.long),
+        pytest.param("none", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("full", torch.float64, marks=pytest.mark.long),
     ],
 )

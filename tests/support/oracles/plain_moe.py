@@ -84,11 +84,16 @@ class Experts:
             kept_BLK[place] = 0
         weights_BLK = weights_BLK * self.of.get("scale", 1.0) * kept_BLK
         y_BLD = torch.zeros_like(x_BLD)
-        for expert in range(self.of["num_experts"]):  # of every token, also of those that did not choose it
+        for expert in range(self.of["num_experts"]):
             w1, w2, w3 = (w[f"{prefix}.experts.w{number}"][expert] for number in (1, 2, 3))
-            gate = x_BLD @ w1.T
-            theirs = (gate * torch.sigmoid(gate) * (x_BLD @ w3.T)) @ w2.T
-            y_BLD = y_BLD + (weights_BLK * (chosen_BLK == expert)).sum(-1, keepdim=True) * theirs
+            own_BL = ((chosen_BLK == expert) & (kept_BLK > 0)).any(-1)
+            if not own_BL.any():
+                continue
+            x_1SD = x_BLD[own_BL][None]  # in the order of tokens, which is what a product in FP8 goes by
+            gate = product(x_1SD, w1)
+            theirs = product(gate * torch.sigmoid(gate) * product(x_1SD, w3), w2)[0]
+            weights = (weights_BLK * (chosen_BLK == expert)).sum(-1, keepdim=True)[own_BL]
+            y_BLD = y_BLD.index_put((own_BL,), y_BLD[own_BL] + weights * theirs)
         if self.of.get("shared_ffn_dim"):
             names = (f"{prefix}.shared.w{number}.weight" for number in (1, 3, 2))
             gate, up, down = (w[name] for name in names)
