@@ -59,7 +59,7 @@ _HELP = {
     "train": "Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
     "bench": "Measure the trainer over random tokens: tokens a second, MFU, step time, memory; one row per "
     "combination.",
-    "checkpoint": "List, verify, fetch, compare, rewrite, prune, export, import and sample checkpoints.",
+    "checkpoint": "List, verify, fetch, compare, rewrite, upcycle, prune, export, import and sample checkpoints.",
     "selftest": "Train on every layout and compare losses, gradients, moments and weights with those of one process, "
     "in float64.",
     "doctor": "Check this machine, or under torchrun or srun all of them, and name those that would make a run fail or "

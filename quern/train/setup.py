@@ -149,7 +149,7 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
     local = os.environ.get("LOCAL_WORLD_SIZE")
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     shape = config.model.shape(vocab_size)
-    if problem := config.experts.check(shape.moe):
+    if problem := config.experts.check(shape.moe) or config.optimizer.check(shape.moe):
         raise InputError(problem)
     check_flash(config, shape, precision_of(config.precision), config.device)
     if layout.weights_cast == "per_use" and not replace(layout, weights_cast="auto").keeps_weights(plan):

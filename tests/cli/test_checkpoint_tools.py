@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from quern.config import dump_yaml
 from quern.train.checkpoint.format.folder import FolderLock
@@ -204,6 +205,39 @@ def test_reshard_refuses_in_one_line_and_leaves_nothing(run: Path, tmp_path: Pat
     file = run / "checkpoints" / "step_00000030" / "__0_0.distcp"
     flip(file, 900)
     assert "nothing was written" in invoke("reshard", run, tmp_path / "out", code=1).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# ---- upcycle
+
+
+def test_upcycle_prints_the_model_that_a_run_is_given(run: Path, tmp_path: Path, as_json: Callable[..., Any]) -> None:
+    keys = ("num_experts=4", "top_k=2", "normalize=true", "first_dense=1")
+    first, comment, *lines = invoke("upcycle", run, tmp_path / "out", *keys).stdout.splitlines()
+    made = as_json("upcycle", run / "checkpoints" / "step_00000030", tmp_path / "again", *keys, "--seed", 3)
+    section = yaml.safe_load("\n".join(lines))
+    assert made["training_config"] == {"init_from": str(tmp_path / "again"), **section}
+    expected = {"num_experts": 4, "top_k": 2, "ffn_dim": 10, "normalize": True, "first_dense": 1, "score": "softmax"}
+    assert expected.items() <= section["model"]["moe"].items()
+    assert first.endswith("for a token, of step 30, weights only")
+    assert f"init_from={tmp_path / 'out'} " in comment
+    differing = as_json("diff", tmp_path / "out", tmp_path / "again", code=1)["tensors"]
+    assert [tensor["name"] for tensor in differing if not tensor["equal"]] == ["model.blocks.1.ffn.router.weight"]
+    assert (made["step"], made["optimizer"]) == (30, False)
+
+
+def test_upcycle_refuses_in_one_line_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    for keys, message in (
+        (("num_expert=4",), "moe: num_expert: unknown key; did you mean 'num_experts'?"),
+        (("num_experts=four", "top_k=2"), "moe: num_experts: expected an integer, got"),
+        (("4",), "override '4': expected key=value"),
+        (("top_k=2",), "moe.num_experts: missing"),
+        (("num_experts=4", "top_k=5", "normalize=true"), "moe.top_k: expected at most num_experts (4), got 5"),
+        (("num_experts=4", "top_k=2"), "moe.normalize: expected true"),
+    ):
+        result = invoke("upcycle", run, tmp_path / "out", *keys, code=2)
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -34,7 +34,8 @@ NUMBERS = {
     "z_loss", "model.rope_theta", "model.rope_scaling.factor", "model.rope_scaling.low_freq_factor",
     "model.rope_scaling.high_freq_factor", "model.norm_eps", "optimizer.lr", "optimizer.beta1", "optimizer.beta2",
     "optimizer.eps", "optimizer.weight_decay", "optimizer.clip", "parallel.reshard_after_forward", "parallel.zero",
-    "experts.balance_loss", "experts.z_loss", "experts.bias_rate",
+    "optimizer.experts.weight_decay", "optimizer.router.weight_decay", "experts.balance_loss", "experts.z_loss",
+    "experts.bias_rate",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from quern.train.setup import check
 from support.train import run_case as case
 
 MOE = {"num_experts": 6, "top_k": 2, "ffn_dim": 16, "score": "sigmoid", "normalize": True, "bias": True}
+EVEN = {"balance_loss": 0.0, "balance_over": "sequence", "bias_rate": 0.0}
 BALANCED = {"balance_loss": 0.1, "balance_over": "global", "bias_rate": 0.05}
 
 
@@ -101,8 +102,12 @@ def test_capacity_drops_what_it_says(tmp_path: Path, paths: list[str]) -> None:
         ({"model": {"moe": None}}, "experts.balance_loss: expected model.moe with it"),
         ({"experts": {"bias_rate": 0.0}}, "experts.bias_rate: expected more than 0 with model.moe.bias True"),
         ({"model": {"moe": {**MOE, "bias": False}}}, "experts.bias_rate: expected 0 with model.moe.bias False"),
+        ({"model": {"moe": None}, "experts": EVEN, "optimizer": {"router": {"weight_decay": 0.0}}},
+         "optimizer.router.weight_decay: expected model.moe with it: the model has no experts"),
+        ({"model": {"moe": None}, "experts": EVEN, "optimizer": {"experts": {"lr_factor": 0.5}}},
+         "optimizer.experts.lr_factor: expected model.moe with it: the model has no experts"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_nothing_are_refused(
     tmp_path: Path, paths: list[str], changes: dict[str, Any], said: str
 ) -> None:

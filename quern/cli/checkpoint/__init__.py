@@ -19,13 +19,15 @@ from quern.train.init_from import model_section
 # torch is imported by the commands that need it: it takes seconds
 
 app = typer.Typer(
-    help="List, verify, fetch, compare, rewrite, prune, export, import and sample checkpoints.", no_args_is_help=True
+    help="List, verify, fetch, compare, rewrite, upcycle, prune, export, import and sample checkpoints.",
+    no_args_is_help=True,
 )
 app.command("list")(look.list_command)
 app.command("verify")(look.verify)
 app.command("fetch")(look.fetch)
 app.command("diff")(tools.diff)
 app.command("reshard")(tools.reshard)
+app.command("upcycle")(tools.upcycle)
 app.command("prune")(tools.prune)
 
 RunOrCheckpoint = Annotated[

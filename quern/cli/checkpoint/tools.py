@@ -1,4 +1,5 @@
-"""``quern checkpoint diff``, ``reshard`` and ``prune``: compare finished checkpoints, rewrite them, remove old ones."""
+"""``quern checkpoint diff``, ``reshard``, ``upcycle`` and ``prune``: compare finished checkpoints, rewrite them, make
+sparse ones of dense ones, remove old ones."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.table import Table
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
-from quern.config import load_config
+from quern.config import dump_yaml, load_config, parse_overrides, validate
 from quern.errors import InputError, QuernError
+from quern.model.moe.config import MoEConfig
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.folder import FolderLock, remove_folder
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, checkpoints_folder, read_manifest
@@ -25,12 +27,13 @@ from quern.train.checkpoint.store.store import prune_store
 from quern.train.checkpoint.store.stored import check_owner, store_of
 from quern.train.config import GuardConfig, TrainConfig
 from quern.train.history.branch import find_checkpoint
+from quern.train.init_from import model_section
 from quern.words import counted, size
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.tools.compare import Comparison, Fact, TensorDifference
 
-__all__ = ["diff", "prune", "reshard"]
+__all__ = ["diff", "prune", "reshard", "upcycle"]
 
 
 def _side(name: str) -> Any:
@@ -161,6 +164,35 @@ def reshard(
             sizes = sorted(made.files.values())
             print(f"{plain(made.source)} → {plain(made.folder)}: {what}")
             print(f"files      {len(sizes)}, of {size(sizes[0])} to {size(sizes[-1])}")
+
+
+@reports_errors
+def upcycle(
+    source: Annotated[str, _side("IN")],
+    out: Annotated[str, typer.Argument(help="The new checkpoint; it must not exist.", metavar="OUT")],
+    moe: Annotated[
+        list[str], typer.Argument(help="Keys of model.moe: num_experts=8 top_k=2 normalize=true", metavar="KEY=VALUE")
+    ],
+    seed: Annotated[int, typer.Option(min=0, help="Of the routers: as a fresh run of this seed has them.")] = 0,
+    files: Annotated[int | None, typer.Option(min=1, help="Number of tensor files; default: one.")] = None,
+    json: bool = JSON,
+) -> None:
+    """Write a dense model's weights as those of a model with experts, each a copy of its layer's SwiGLU (sparse
+    upcycling). Before its first step the model equals the dense one, or the command refuses. Moments are left out; a
+    run begins with it by init_from. Memory: one piece of a tensor, of at most 256 MiB, and what it is made of."""
+    from quern.train.checkpoint.tools import upcycle as upcycling
+
+    with json_stdout(json) as emit:
+        given = validate(dict(parse_overrides(moe)), MoEConfig, "moe")
+        made, shape = upcycling.upcycle(find_checkpoint(source), out, given, seed=seed, files=files)
+        config = {"model": model_section(shape)}
+        emit({**made.to_dict(), "model": shape.model_dump(mode="json"),
+              "training_config": {"init_from": made.folder, **config}})  # fmt: skip
+        if not json:
+            print(f"{plain(made.source)} → {plain(made.folder)}: {shape.num_parameters:,} parameters, "
+                  f"{shape.num_active_parameters:,} for a token, of step {made.step}, weights only")  # fmt: skip
+            print(f"# init_from={plain(out)} takes this model by itself; in a training config it is written as")
+            print(dump_yaml(config), end="")
 
 
 def _bytes(text: str) -> int:

@@ -11,8 +11,9 @@ from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
+from quern.model.moe.config import MoEShape
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
-from quern.train.config.experts import ExpertsConfig
+from quern.train.config.experts import ExpertsConfig, OwnUpdateConfig
 from quern.train.config.float8 import Float8Config
 from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
@@ -62,7 +63,10 @@ class PhaseConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019); decay on matrices only."""
 
-    later: ClassVar[Mapping[str, Any]] = {"moments": "fp32", "gradients": "fp32", "state": "device"}
+    later: ClassVar[Mapping[str, Any]] = {
+        "moments": "fp32", "gradients": "fp32", "state": "device",
+        "experts": OwnUpdateConfig().model_dump(), "router": OwnUpdateConfig().model_dump(),
+    }  # fmt: skip
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -86,6 +90,10 @@ class OptimizerConfig(Section):
     """Where masters and moments are: host = in the host's memory, updated by its processor, while the device holds
     weights in ``precision``, gradients and activations (ZeRO-Offload). The update overlaps with the next forward, block
     by block. The same arithmetic; on a GPU by another kernel."""
+    experts: OwnUpdateConfig = OwnUpdateConfig()
+    """Of the weights of routed experts; shared experts are updated as the rest is."""
+    router: OwnUpdateConfig = OwnUpdateConfig()
+    """Of the weights of routers."""
 
     @model_validator(mode="after")
     def _moves(self) -> Self:
@@ -98,6 +106,14 @@ class OptimizerConfig(Section):
                     f"what it was; expected at most 257/258 = 0.9961 with moments bf16, or moments fp32, got {beta}"
                 )
         return self
+
+    def check(self, moe: MoEShape | None) -> str | None:
+        """Why these settings do not fit a model with such experts; None if they do."""
+        for name, own in (("experts", self.experts), ("router", self.router)):
+            for key, field in OwnUpdateConfig.model_fields.items():
+                if moe is None and getattr(own, key) != field.default:
+                    return f"optimizer.{name}.{key}: expected model.moe with it: the model has no experts"
+        return None
 
 
 class ScheduleConfig(Section):

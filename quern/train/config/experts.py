@@ -1,4 +1,4 @@
-"""The config's section ``experts``."""
+"""The config's section ``experts``, and the sections of ``optimizer`` for experts and routers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from quern.config import Section
 from quern.model.moe.config import MoEShape
 from quern.parallel.planning.balancing import Balancing, Over
 
-__all__ = ["ExpertsConfig"]
+__all__ = ["ExpertsConfig", "OwnUpdateConfig"]
 
 Weight = Annotated[float, Field(ge=0)]
+
+
+class OwnUpdateConfig(Section):
+    """How some weights of a model with experts (``model.moe``) are updated otherwise than the rest."""
+
+    lr_factor: Weight = 1.0
+    """[factor] Of the learning rate, at every step; 0 = these weights stay as they are. ``lr`` in the metrics is
+    without it. Example: 0.5"""
+    weight_decay: Weight | None = None
+    """Decoupled weight decay of these weights; null = ``optimizer.weight_decay``. Example: 0.0"""
 
 
 class ExpertsConfig(Section):

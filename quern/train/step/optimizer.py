@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from quern.model.moe.layer import MoE
 from quern.parallel.apply import Parallel
 from quern.parallel.host_masters import HostMasters
 from quern.train.config import OptimizerConfig
+from quern.train.config.experts import OwnUpdateConfig
 from quern.train.step.adamw_bf16 import AdamWBF16
 from quern.train.step.host_optimizer import HostOptimizer
 
@@ -23,18 +25,25 @@ Optimizer = torch.optim.AdamW | AdamWBF16 | HostOptimizer
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, masters: HostMasters | None = None) -> Optimizer:
-    """Weight decay on matrices (embedding and head too), none on norm weights. Learning rates come with each step.
+    """Weight decay on matrices (embedding and head too), none on norm weights; on experts and routers as the config
+    says. Learning rates come with each step.
 
     Built after sharding: it holds the parameters that ``model`` has now, in groups of one mesh each, since no fused
     kernel takes two, or DTensors beside plain tensors. ``masters``: those of which ``model`` is, if it is on the host.
     """
-    parameters: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+    own = _own_updates(model, config)
+    parameters: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+            update = own.get(parameter, OwnUpdateConfig())
+            decay = decay if update.weight_decay is None else update.weight_decay
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            parameters.setdefault((decay, mesh), []).append(parameter)
-    groups = [{"params": alike, "weight_decay": decay} for (decay, _), alike in parameters.items()]
+            parameters.setdefault((decay, update.lr_factor, mesh), []).append(parameter)
+    groups = [
+        {"params": alike, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor, _), alike in parameters.items()
+    ]
     betas = config.beta1, config.beta2
     found: torch.optim.AdamW | AdamWBF16
     if "bf16" in (config.moments, config.gradients):
@@ -43,6 +52,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, masters: HostMast
     else:
         found = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     return found if masters is None else HostOptimizer(found, masters)
+
+
+def _own_updates(model: nn.Module, config: OptimizerConfig) -> dict[nn.Parameter, OwnUpdateConfig]:
+    """Of experts' and routers' weights."""
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    found = {weight: config.experts for layer in layers for weight in layer.experts.parameters()}
+    return found | {weight: config.router for layer in layers for weight in layer.router.parameters()}
 
 
 def follow_updates(parallel: Parallel, optimizer: Optimizer) -> None:
@@ -66,7 +82,7 @@ def step(
     optimizer: Optimizer, lr: float, skip: torch.Tensor | None = None,
     divisor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One update with learning rate ``lr``, or none where ``skip`` is true.
+    """One update with learning rate ``lr`` times each group's ``lr_factor``, or none where ``skip`` is true.
 
     ``skip``: bool or 0/1, 0-d, on the parameters' device, the same on every rank. The host never reads it: the fused
     kernel does, as it does a gradient scaler's ``found_inf``, and then leaves weights, moments and the count of steps
@@ -76,7 +92,7 @@ def step(
     where it reads them, as by a gradient scaler's ``grad_scale``, so clipping is no pass over them of its own.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
     optimizer.grad_scale = divisor  # type: ignore[union-attr]
     optimizer.found_inf = None if skip is None else skip.to(torch.float32)  # type: ignore[union-attr]
     optimizer.step()

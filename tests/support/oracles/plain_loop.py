@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +72,8 @@ class Settings:
     skip_non_finite: bool = True
     z_loss: float = 0.0
     """Weight of log²Z in what is minimised."""
+    own: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
+    """By part of a name: a factor of the learning rate, and the weight decay if it is another."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,11 @@ def adamw(
         m_hat = new_m[name] / (1 - b1**update)
         v_hat = new_v[name] / (1 - b2**update)
         decay = settings.weight_decay if weight.dim() >= 2 else 0.0
-        new_w[name] = weight * (1 - lr * decay) - lr * m_hat / (v_hat.sqrt() + settings.eps)
+        rate = lr
+        for part, (factor, other) in settings.own.items():
+            if part in name:
+                rate, decay = lr * factor, decay if other is None else other
+        new_w[name] = weight * (1 - rate * decay) - rate * m_hat / (v_hat.sqrt() + settings.eps)
     return new_w, new_m, new_v
 
 

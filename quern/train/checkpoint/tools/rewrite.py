@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
@@ -34,7 +34,7 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.file_locations import check_together
 from quern.train.checkpoint.format.folder import publish_folder, staging_path
-from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord
+from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord, Manifest
 from quern.train.checkpoint.format.metadata import read_metadata
 from quern.train.checkpoint.format.publish import complete_folder, written_by
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
@@ -42,7 +42,7 @@ from quern.train.checkpoint.store.collect import check_target
 from quern.train.checkpoint.tools.reader import verify
 from quern.train.processes.agree import describe
 
-__all__ = ["MIN_FILE_BYTES", "PIECE_BYTES", "Rewritten", "reshard"]
+__all__ = ["MIN_FILE_BYTES", "PIECE_BYTES", "Rewritten", "Tensors", "open_source", "reshard", "write_anew"]
 
 #: Largest piece of a tensor that is held and stored as one chunk.
 PIECE_BYTES = 256 << 20
@@ -52,9 +52,19 @@ MIN_FILE_BYTES = 64 << 10
 _RECORD_BYTES = 2048
 
 
+class Tensors(Protocol):
+    """What a checkpoint is to hold."""
+
+    tensors: dict[str, TensorStorageMetadata]
+    """By stored name: size and type."""
+
+    def read(self, name: str, box: ChunkStorageMetadata) -> torch.Tensor:
+        """The elements of a tensor inside one of its :func:`boxes`, in memory of their own, row-major."""
+
+
 @dataclass(frozen=True)
 class Rewritten:
-    """The result of :func:`reshard`."""
+    """A checkpoint that was written anew."""
 
     source: str
     folder: str
@@ -84,32 +94,55 @@ def reshard(
             cannot be dealt out so.
         QuernError: ``source`` is damaged, or a file could not be read or written.
     """
+    stored, out = open_source(source, out)
+    if weights_only:
+        stored.tensors = {name: tensor for name, tensor in stored.tensors.items() if name.startswith("model.")}
+    return write_anew(stored, out, stored, files, file_size, stored.manifest, weights_only=weights_only)
+
+
+def open_source(source: str, out: str) -> tuple[StoredTensors, str]:
+    """The checkpoint at ``source``, and the absolute path of the folder ``out`` that is to be written.
+
+    Raises:
+        InputError: as :func:`reshard`.
+    """
     if not storage.is_local(out):
         raise InputError(f"{out}: expected a folder on a file system")
     check_together(source)
     stored, out = StoredTensors(source), os.path.abspath(out)
-    manifest = stored.manifest
-    check_target(out, manifest.step, source)
-    chosen = {name: t for name, t in stored.tensors.items() if not weights_only or name.startswith("model.")}
-    plan = _plan(chosen, files, file_size)
-    problems = verify(source)
+    check_target(out, stored.manifest.step, source)
+    return stored, out
+
+
+def write_anew(
+    source: StoredTensors, out: str, given: Tensors, files: int | None, file_size: int | None, manifest: Manifest, *,
+    weights_only: bool, documents: Mapping[str, bytes] | None = None,
+) -> Rewritten:  # fmt: skip
+    """Write the tensors ``given`` and a ``manifest`` to the folder ``out``, whole or not at all, once the checksums of
+    ``source`` are right, whose small files go with them and ``documents`` besides.
+
+    Raises:
+        InputError, QuernError: as :func:`reshard`.
+    """
+    plan = _plan(given.tensors, files, file_size)
+    problems = verify(source.path)
     if problems:
         raise QuernError(f"{problems[0]}; the checkpoint is damaged, nothing was written")
-    small = (name for name in manifest.files if name != METADATA_FILE and not name.endswith(DEFAULT_SUFFIX))
-    documents = {name: storage.read_bytes(os.path.join(source, name)) for name in small}
+    small = (name for name in source.manifest.files if name != METADATA_FILE and not name.endswith(DEFAULT_SUFFIX))
+    copied = {name: storage.read_bytes(os.path.join(source.path, name)) for name in small}
     token = uuid.uuid4().hex
     staged = staging_path(out, token)
     os.makedirs(staged)
     try:
-        records = _write(staged, plan, stored)
+        records = _write(staged, plan, given)
         for name, tensor in read_metadata(staged, records).state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
-            assert tensor.size == chosen[name].size
+            assert tensor.size == given.tensors[name].size
         manifest = replace(manifest, files=records, written_by=written_by())
         if weights_only:
-            types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in chosen.values()}
+            types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in given.tensors.values()}
             manifest = replace(manifest, optimizer=False, scalars={}, precision="+".join(sorted(types)))
-        complete_folder(staged, manifest, documents)
+        complete_folder(staged, manifest, copied | dict(documents or {}))
         publish_folder(staged, out, token, replace=False)
     except BaseException as error:
         with suppress(OSError):
@@ -118,7 +151,7 @@ def reshard(
             raise QuernError(f"{out}: not written: {describe(error)}") from error
         raise
     sizes = {name: record.size for name, record in records.items() if name != METADATA_FILE}
-    return Rewritten(source, out, manifest.step, manifest.optimizer, len(chosen), sizes)
+    return Rewritten(source.path, out, manifest.step, manifest.optimizer, len(given.tensors), sizes)
 
 
 @dataclass(frozen=True)
@@ -214,7 +247,7 @@ class _MetadataWriter(FileSystemWriter):
         return None  # it would hold the path of the folder before it is published
 
 
-def _write(staged: str, plan: list[list[_Piece]], stored: StoredTensors) -> dict[str, FileRecord]:
+def _write(staged: str, plan: list[list[_Piece]], given: Tensors) -> dict[str, FileRecord]:
     """The files of tensors and ``.metadata``, synced, with their checksums."""
     records: dict[str, FileRecord] = {}
     written: list[WriteResult] = []
@@ -225,7 +258,7 @@ def _write(staged: str, plan: list[list[_Piece]], stored: StoredTensors) -> dict
         try:
             for piece in pieces:
                 offset = stream.tell()
-                torch.save(stored.read(piece.name, piece.box), cast(IO[bytes], stream))
+                torch.save(given.read(piece.name, piece.box), cast(IO[bytes], stream))
                 length = stream.tell() - offset
                 assert length <= piece.size + _RECORD_BYTES, f"{piece.name}: {length} bytes for {piece.size}"
                 index = MetadataIndex(piece.name, piece.box.offsets)
@@ -235,7 +268,7 @@ def _write(staged: str, plan: list[list[_Piece]], stored: StoredTensors) -> dict
             stream.close()
     for piece in (piece for pieces in plan for piece in pieces):
         if piece.name not in tensors:
-            like = stored.tensors[piece.name]
+            like = given.tensors[piece.name]
             tensors[piece.name] = TensorStorageMetadata(TensorProperties(like.properties.dtype), like.size, [])
         tensors[piece.name].chunks.append(piece.box)
     _MetadataWriter(staged).finish(Metadata(dict(tensors)), [written])
