@@ -13,11 +13,11 @@ from quern.model.float8.delayed import Amaxes
 from quern.model.float8.torchao import Torchao
 from quern.model.moe.noting import noting_nothing
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Accumulation, Runner
+from quern.parallel.accumulation import Accumulation, Inputs, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.context.attention import share_sequence
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
-from quern.parallel.experts import SUMMARY, ExpertLoads
+from quern.parallel.experts import ExpertLoads
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
 from quern.parallel.host_masters import HostMasters, cast_weights, gradients_in
@@ -62,18 +62,10 @@ class Parallel:
         with noting_nothing(), nullcontext() if self.amaxes is None else self.amaxes.kept():
             yield
 
-    def begin(self, sequences: int, loss_scale: Tensor) -> None:
-        """A step of so many sequences begins."""
+    def begin(self, sequences: int, loss_scale: Tensor, micro_batches: Sequence[Inputs] = ()) -> None:
+        """A step of so many sequences begins; see :meth:`quern.parallel.experts.ExpertLoads.begin`."""
         if self.loads is not None:
-            self.loads.begin(sequences, loss_scale)
-
-    def with_loads(self, figures: Tensor) -> Tensor:
-        """[n + 5] with the figures of the step's loads behind [n]; [n] without experts."""
-        return figures if self.loads is None else torch.cat((figures, self.loads.figures().to(figures.dtype)))
-
-    def loads_read(self, figures: Sequence[float]) -> dict[str, dict[str, float]]:
-        """What :meth:`with_loads` has put there, by name, for the metrics."""
-        return {} if self.loads is None else {"experts": dict(zip(SUMMARY, figures[-len(SUMMARY) :], strict=True))}
+            self.loads.begin(sequences, loss_scale, micro_batches)
 
     def extra(self) -> dict[str, Tensor]:
         """What a step changes besides parameters and moments, by name, the same on every rank."""
@@ -106,7 +98,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     cast = layout.host_state and layout.compute_dtype != master
     loads = None
     if model.shape.moe is not None:
-        loads = ExpertLoads(model.shape, layout.balancing, layout.seq_len, device, mesh.shares_rows)
+        routes = mesh.rank("tp"), mesh.plan.tp
+        loads = ExpertLoads(model.shape, layout.balancing, layout.seq_len, device, mesh.shares_rows, routes)
     stages = my_stages(model.shape, mesh, layout)
     # first: the rest is local
     parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,27 +18,43 @@ from torch import Tensor, nn
 from quern.model.config import ModelShape
 from quern.model.moe.balance import balance_losses, carry, z_losses
 from quern.model.moe.layer import MoE
-from quern.model.moe.noting import FIGURES, note_routing
+from quern.model.moe.noting import FIGURES, listen, note_routing
 from quern.model.moe.routing import Routing
 from quern.model.transformer import Block, Transformer
+from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Shared
 from quern.parallel.planning.balancing import Balancing
 
-__all__ = ["SUMMARY", "ExpertLoads"]
+__all__ = ["SUMMARY", "ExpertLoads", "Routed"]
 
 SUMMARY = ("max_over_mean", "unused", "dropped", "entropy", "logits_rms")
 """Of a step's loads: the greatest of an expert over the mean of its layer's, the number of experts that no token chose,
 the share of assignments that were dropped, a token's entropy in nats, and the root mean square of logits."""
 
 
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """Which experts the documents of a micro-batch chose, or its rows where documents are not masked: S of them."""
+
+    edges: Tensor
+    """int64 [S + 1]: where they start in the rows laid end to end, then the end of all."""
+    documents_T: Tensor
+    """Of each of this rank's tokens."""
+    counts_NSE: Tensor
+    """int32, of this rank's tokens: 0 in layers that it does not hold."""
+
+
 class ExpertLoads:
     """The loads of all layers with experts of a model, of which this rank may hold some.
 
-    ``sharing``: names of the groups of ranks that compute other tokens of the same rows.
+    ``sharing``: names of the groups of ranks that compute other tokens of the same rows. ``part``: which part of its
+    rows' tokens this rank routes, of how many.
     """
 
     def __init__(
-        self, shape: ModelShape, balancing: Balancing, seq_len: int, device: torch.device, sharing: Sequence[str] = ()
-    ) -> None:
+        self, shape: ModelShape, balancing: Balancing, seq_len: int, device: torch.device, sharing: Sequence[str] = (),
+        part: tuple[int, int] = (0, 1),
+    ) -> None:  # fmt: skip
         assert shape.moe is not None
         self.moe, self.balancing, self.seq_len, self.sharing = shape.moe, balancing, seq_len, tuple(sharing)
         self.layers = [layer for layer in range(shape.num_layers) if shape.moe.is_sparse(layer)]
@@ -49,6 +66,9 @@ class ExpertLoads:
         """[layers with experts, E]: counts of the last step whose update was applied."""
         self.factor = torch.zeros((), dtype=torch.float64, device=device)
         self._biases: dict[int, nn.Module] = {}
+        self._part = part
+        self._routed: list[Routed] = []
+        self._forwards = [0] * len(self.layers)
 
     def watch(self, part: Transformer, seq_len: int) -> None:
         """Note what the routers of a model, or of a part of one, choose, and let them learn to choose evenly. In place.
@@ -60,10 +80,34 @@ class ExpertLoads:
                 self._biases[row] = block.ffn
                 block.ffn.route = _Watched(self, block.ffn, row, seq_len).route  # type: ignore[method-assign]
 
-    def begin(self, sequences: int, loss_scale: Tensor) -> None:
-        """A step of so many sequences begins."""
+    def begin(self, sequences: int, loss_scale: Tensor, micro_batches: Sequence[Inputs] = ()) -> None:
+        """A step of so many sequences begins. :meth:`routed` is to tell of this rank's ``micro_batches``."""
         self.noted.zero_()
         self.factor.copy_(loss_scale).div_(sequences)  # not before: a scale is of float32
+        self._routed, self._forwards = [self._by_document(own) for own in micro_batches], [0] * len(self.layers)
+        listen(self._hear if micro_batches else None)
+
+    def routed(self) -> list[Routed]:
+        """Of each micro-batch, once all forwards of the step are done."""
+        listen(None)
+        return self._routed
+
+    def _by_document(self, inputs: Inputs) -> Routed:
+        rows, documents, device = len(inputs.tokens_BL), inputs.documents, self.noted.device
+        positions_BR = torch.arange(self.seq_len, device=device).expand(rows, -1)
+        if isinstance(documents, Shared):
+            positions_BR, documents = documents.positions_BR, documents.whole
+        starts_B = self.seq_len * torch.arange(rows + 1, device=device)
+        edges = starts_B if documents is None else documents.cu_seqlens.long()
+        at_T = (positions_BR.chunk(self._part[1], dim=1)[self._part[0]] + starts_B[:-1, None]).flatten()
+        counts = torch.zeros(len(self.layers), len(edges) - 1, self.moe.num_experts, dtype=torch.int32, device=device)
+        return Routed(edges, torch.searchsorted(edges, at_T, right=True) - 1, counts)
+
+    def _hear(self, layer: int, chosen_TK: Tensor) -> None:
+        own = self._routed[self._forwards[layer]]  # forwards are in the order of micro-batches, in a pipeline too
+        self._forwards[layer] += 1
+        at_S = (own.documents_T[:, None] * self.moe.num_experts + chosen_TK).flatten()
+        own.counts_NSE[layer].view(-1).scatter_add_(0, at_S, torch.ones_like(at_S, dtype=torch.int32))
 
     @torch.no_grad()
     def update(self, skip: Tensor | None) -> None:
@@ -85,16 +129,25 @@ class ExpertLoads:
                 moved_E = moved_E - moved_E.mean()
             bias_E.copy_(torch.where(applied > 0, moved_E, bias_E))
 
-    def figures(self) -> Tensor:
-        """The :data:`SUMMARY` of the step, [5], once :meth:`update` was called."""
-        counts_NE = self.noted[:, : self.moe.num_experts]
-        dropped, entropy, logits = self.noted[:, self.moe.num_experts :].sum(dim=0)
+    def sent(self) -> Tensor:
+        """:attr:`noted`, once :meth:`update` was called, on its way to the host."""
+        return self.noted.to("cpu", non_blocking=True, copy=True)
+
+    def read(self, noted: Tensor, *, counts: bool) -> dict[str, Any]:
+        """The step's line for the metrics, by what :meth:`sent` gave: the :data:`SUMMARY`, ``max_over_mean_of_layer``
+        by the layer's number, and with ``counts`` those of all experts of each such layer."""
+        counts_NE = noted[:, : self.moe.num_experts]
+        dropped, entropy, logits = noted[:, self.moe.num_experts :].sum(dim=0)
         assigned = counts_NE.sum()
         tokens = assigned / self.moe.top_k
-        return torch.stack((
-            (counts_NE.amax(dim=1) / counts_NE.mean(dim=1)).max(), (counts_NE == 0).sum().to(assigned.dtype),
-            dropped / assigned, entropy / tokens, (logits / tokens / self.moe.num_experts).sqrt(),
-        ))  # fmt: skip
+        greatest_N = counts_NE.amax(dim=1) / counts_NE.mean(dim=1)
+        figures = (
+            greatest_N.max(), (counts_NE == 0).sum().to(assigned.dtype), dropped / assigned, entropy / tokens,
+            (logits / tokens / self.moe.num_experts).sqrt(),
+        )  # fmt: skip
+        by_layer = {str(n): float(f"{value:.4g}") for n, value in zip(self.layers, greatest_N.tolist(), strict=True)}
+        told = dict(zip(SUMMARY, torch.stack(figures).tolist(), strict=True)) | {"max_over_mean_of_layer": by_layer}
+        return told | ({"counts": counts_NE.long().tolist()} if counts else {})
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs beside the biases, which are the model's; empty where that is nothing."""
@@ -127,7 +180,7 @@ class _Watched:
             torch.special.entr(shares_TE).sum(),
             found.logits_TE.detach().square().sum(),
         ))  # fmt: skip
-        note_routing(found.chosen_TK, figures, loads.noted[self.row])
+        note_routing(found.chosen_TK, figures, loads.noted[self.row], self.row)
         loss: Tensor | None = None
         if balancing.balance_loss:
             losses = balance_losses(

@@ -281,7 +281,7 @@ def _forensics(
         attempt=start.attempt, order=order.hash, sources=order.ids, policy=config.guard.model_dump(mode="json"),
         layout=mesh.plan.sizes() | config.model_dump(include={"micro_batch", "seq_len", "document_mask"}),
         dp_rank=mesh.dp_rank, cp_groups=[*mesh.context_groups.values()], cp_rank=mesh.rank("cp"),
-        loss_scaled=loss_scale.enabled,
+        loss_scaled=loss_scale.enabled, expert_layers=[] if parallel.loads is None else parallel.loads.layers,
     )  # fmt: skip
     eager = not config.compile.enabled and config.attention != "flex"  # else it would need memory that there may not be
     search = partial(first_non_finite, parallel, optimizer, loss_scale.scaled, together, eager)

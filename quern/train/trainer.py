@@ -176,7 +176,9 @@ class Trainer(Closes):
         every rank."""
         self.watchdog.enter("forward")
         self.optimizer.zero_grad(set_to_none=True)
-        self.parallel.begin(self.start.mixture.order.global_batch_at(batch.data_step), self.loss_scale.scale)
+        kept = batch.micro_batches if self.config.forensics.window else ()
+        sequences = self.start.mixture.order.global_batch_at(batch.data_step)
+        self.parallel.begin(sequences, self.loss_scale.scale, kept)
 
         def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
             self.by_rank.worked()
@@ -187,7 +189,7 @@ class Trainer(Closes):
         self.by_rank.begin()
         watched = self.recomputation.watched(self.done + 1, self.saves.due(self.done + 1), batch, weigh)
         sums = self.parallel.run.forward_backward(batch.micro_batches, watched, losses)
-        self.forensics.keep(batch, losses)
+        self.forensics.keep(batch, losses, [] if self.parallel.loads is None else self.parallel.loads.routed())
         self.watchdog.enter("reduce")
         self.by_rank.wait()
         self.parallel.gradients.finish()
@@ -229,12 +231,10 @@ class Trainer(Closes):
     def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
         """Send the step's figures to the host asynchronously, and read those of the step before."""
         self.watchdog.enter("metrics")
-        values = figures.pack(
-            self.parallel.with_loads(self._summed), norm=norm, scale=self.loss_scale.scale, **health.figures()
-        )
+        values = figures.pack(self._summed, norm=norm, scale=self.loss_scale.scale, **health.figures())
         self._pending.append(figures.Pending(
             step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
-            Mark(self.ranks.device),
+            Mark(self.ranks.device), None if self.parallel.loads is None else self.parallel.loads.sent(),
         ))  # fmt: skip
         self.drain_metrics(keep=1)
 
@@ -270,7 +270,7 @@ class Trainer(Closes):
         }  # fmt: skip
         seen = Seen(
             pending.step, pending.data_step, found.loss, found.norm, found.loss_z, found.norm_z, **flags,
-            requested=bool(found.asked),
+            requested=bool(found.asked), loads=pending.loads,
         )  # fmt: skip
         if self.ledger is None or self.metrics is None:
             return seen
@@ -286,8 +286,11 @@ class Trainer(Closes):
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
             **self.utilisation.of(speed), **flags, "losses_by_source": self.by_source.read(behind[:num]),
-            **self.by_rank.read(pending.data_step, behind[num:]), **self.parallel.loads_read(behind),
+            **self.by_rank.read(pending.data_step, behind[num:]),
         }  # fmt: skip
+        if self.parallel.loads is not None and pending.loads is not None:
+            counts = figures.has_counts(pending.step, self.config.steps) or self._last(pending.step + 1)
+            row["experts"] = self.parallel.loads.read(pending.loads, counts=counts)
         self.stragglers.observe(pending.step, self.by_rank.work_s)
         self.link_probe.observe(self.by_rank.work_s, self.by_rank.comm_wait_s)
         row |= {"loss_scale": found.scale} if self.loss_scale.enabled else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import torch
 from pydantic import ValidationError
 
 from quern.errors import InputError
+from quern.model.moe.layer import MoE
 from quern.train.config import TrainConfig
-from quern.train.setup import check
+from quern.train.processes.ranks import open_ranks
+from quern.train.setup import check, open_trainer
+from quern.train.step import figures
 from support.train import run_case as case
 
 MOE = {"num_experts": 6, "top_k": 2, "ffn_dim": 16, "score": "sigmoid", "normalize": True, "bias": True}
@@ -38,7 +43,7 @@ def sparse(run_dir: Path, paths: list[str], **changes: Any) -> TrainConfig:
     )
 
 
-def loads(run_dir: Path) -> list[dict[str, float]]:
+def loads(run_dir: Path) -> list[dict[str, Any]]:
     return [row["experts"] for step, row in sorted(case.rows(run_dir).items()) if step >= 0 and "experts" in row]
 
 
@@ -87,6 +92,27 @@ def test_figures_are_those_of_the_choices(tmp_path: Path, paths: list[str]) -> N
     case.live(sparse(tmp_path / "run", paths, steps=2, experts={"bias_rate": 10.0}))
     second = loads(tmp_path / "run")[1]
     assert second["max_over_mean"] > first["max_over_mean"]  # all go to those that had less than the mean
+
+
+def test_counts_of_some_steps_are_those_that_hooks_find(
+    tmp_path: Path, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every n-th step and the last have them; every step has the greatest of each layer."""
+    monkeypatch.setattr(figures, "_COUNTED", 2)
+    seen: list[list[Counter[int]]] = []
+    config = sparse(tmp_path / "run", paths, steps=5, model={"num_layers": 2, "moe": {**MOE, "first_dense": 1}})
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        (layer,) = (block.ffn for block in trainer.model.blocks.values() if isinstance(block.ffn, MoE))
+        layer.on_routing = lambda found: seen[-1][0].update(found.chosen_TK.flatten().tolist())
+        trainer.on_gradients = lambda *_: seen.append([Counter()])  # a step ends, the next one begins
+        seen.append([Counter()])
+        trainer.fit()
+    rows = loads(tmp_path / "run")
+    assert ["counts" in row for row in rows] == [True, False, False, True, True]
+    for row, (counted,) in zip(rows, seen[:5], strict=True):
+        counts = [counted[expert] for expert in range(MOE["num_experts"])]
+        assert row["max_over_mean_of_layer"] == {"1": pytest.approx(max(counts) / statistics.fmean(counts), rel=1e-3)}
+        assert row.get("counts", [counts]) == [counts]
 
 
 def test_capacity_drops_what_it_says(tmp_path: Path, paths: list[str]) -> None:

@@ -298,10 +298,11 @@ def test_the_numbers_of_a_line() -> None:
     row = {
         "kind": "step", "step": 3, "loss": None, "lr": 0.5, "skipped": True, "time": "t", "note": "text",
         "losses_by_source": {"web": 2.0, "x": None}, "ranks": {"work_s": {"min": 1.0}}, "slowest_rank": 1,
+        "experts": {"unused": 2.0, "max_over_mean_of_layer": {"3": 1.5}, "counts": [[1, 2]]},
     }  # fmt: skip
     assert numbers_of(row) == {
         "train/lr": 0.5, "train/skipped": 1.0, "losses_by_source/web": 2.0, "ranks/work_s.min": 1.0,
-        "train/slowest_rank": 1.0,
+        "train/slowest_rank": 1.0, "experts/unused": 2.0, "experts/max_over_mean_of_layer.3": 1.5,
     }  # fmt: skip
     held_out = {"kind": "validation", "step": 4, "loss": 3.0, "tokens": 5, "sources": {"web": {"loss": 3.0}}}
     assert numbers_of({**held_out, "sets": {"loss": {"loss": 1.0}}}) == {

@@ -25,7 +25,7 @@ from quern.lineage.training import TrainingRun
 if TYPE_CHECKING:
     from quern.lineage.store import DocumentIdentities, IndexedRun, Stream
 
-__all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain"]
+__all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain", "read_of"]
 
 NUM_DOCUMENTS, NUM_SEQUENCES = 10, 20
 """That are named; the file has all sequences."""
@@ -88,7 +88,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
     """
     record = read_record(run.path, step, attempt)
     steps, last = record.steps, record.steps[-1]
-    reads = [_read(run, own, record.attempt, record.path) for own in steps]
+    reads = [read_of(run, own, record.attempt, record.path) for own in steps]
     usual = _usual(steps)
     z_S, excess_S = _outlying(last, usual)
     held = [_documents(own, read) for own, read in zip(steps, reads, strict=True)]
@@ -121,7 +121,8 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
     return found
 
 
-def _read(run: TrainingRun, own: StepRecord, attempt: int, path: str) -> StepRead:
+def read_of(run: TrainingRun, own: StepRecord, attempt: int, path: str) -> StepRead:
+    """What a step of the file at ``path`` read. Raises :class:`InputError` where the ledger says otherwise."""
     read = read_step(run, own.step, attempt)
     same = (read.data_step, read.global_batch) == (own.data_step, len(own.column("place"))) and all(
         np.array_equal(getattr(read, f"{name}s_G")[own.column("place")], own.column(name))

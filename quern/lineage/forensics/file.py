@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,24 @@ from numpy.typing import NDArray
 from quern import storage
 from quern.errors import InputError
 
-__all__ = ["FOLDER", "ForensicsRecord", "StepRecord", "read_record"]
+__all__ = ["FOLDER", "Chosen", "ForensicsRecord", "StepRecord", "read_record"]
 
 FOLDER = "forensics"
 FORMAT = 1
 
 _NAME = re.compile(r"step_(\d{8,})(?:\.attempt_(\d+))?\.json")
 _COLUMNS = ("place", "dp_rank", "micro_batch", "row", "source", "epoch", "window", "targets")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How many tokens chose each expert in a step; N layers, E experts."""
+
+    layers: Sequence[int]
+    total_NE: NDArray[np.int64]
+    """Of the batch."""
+    sequences: Sequence[tuple[int, list[int], NDArray[np.int64]]]
+    """Of some: the place, where its documents start, and counts [documents, N, E]."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,22 @@ class StepRecord:
             overlap = min(stop, (piece + 1) * size) - max(start, piece * size)
             total += overlap * nats_P[piece] / max(targets_P[piece], 1)
         return float(total) if np.isfinite(total) else float("inf")
+
+    @cached_property
+    def chosen(self) -> Chosen | None:
+        """None where the file does not tell."""
+        told = self.raw.get("experts")
+        if told is None:
+            return None
+        total_NE = np.array(told["total"], np.int64)
+        shares = zip(told["place"], told["starts"], told["counts"], strict=True)
+        found = Chosen(told["layers"], total_NE, [(p, own, np.array(counts, np.int64)) for p, own, counts in shares])
+        shapes = [(counts.shape, (len(starts), *total_NE.shape)) for _, starts, counts in found.sequences]
+        if total_NE.shape[:1] != (len(found.layers),) or any(got != expected for got, expected in shapes):
+            raise ValueError(f"step {self.step}: experts: expected counts [documents, layers, experts]")
+        if any(starts != sorted({*starts}) or starts[:1] != [0] for _, starts, _ in found.sequences):
+            raise ValueError(f"step {self.step}: experts.starts: expected 0 and then ascending positions")
+        return found
 
     def along(self, place: int) -> list[float | None] | None:
         """Nats a target of each piece of a sequence; None where there is none or it is not finite."""
@@ -192,6 +219,8 @@ def _check(own: StepRecord, num_sources: int) -> None:
     size = int(own.raw["within"]["tokens"])
     if size < 1 or any(len(nats) != len(targets) for nats, targets in own._within.values()):
         raise ValueError(f"step {own.step}: within: expected pieces of 1 token or more, with as many losses as targets")
+    if own.chosen is not None and not all(type(layer) is int for layer in own.chosen.layers):
+        raise ValueError(f"step {own.step}: experts.layers: expected integers")
     if own.data_step < 0 or not all(_is_figure(value) for value in own.layers.values()):
         raise ValueError(f"step {own.step}: data_step or layers")
     for name in ("loss", "loss_z", "grad_norm", "grad_norm_z"):

@@ -42,15 +42,17 @@ class Validation:
 @dataclass(frozen=True, eq=False)
 class MetricsTable:
     """The steps in the order of the file. ``step`` and ``attempt``: int64 [rows]. ``columns``: float64 [rows] of every
-    other number (:func:`numbers`), NaN where a row has none; ``time`` as seconds since 1970. ``damaged``: the numbers
-    of lines that are no row; a machine that stops leaves such a line, since metrics are not synced. The last line, if
-    it is not whole yet, is none of them."""
+    other number (:func:`numbers`), NaN where a row has none; ``time`` as seconds since 1970. ``loads``: by row, where
+    it tells them, the tokens that chose each expert, int64 [layers with experts, experts]. ``damaged``: the numbers of
+    lines that are no row; a machine that stops leaves such a line, since metrics are not synced. The last line, if it
+    is not whole yet, is none of them."""
 
     step: NDArray[np.int64]
     attempt: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
     validations: tuple[Validation, ...]
     damaged: tuple[int, ...]
+    loads: Mapping[int, NDArray[np.int64]]
 
     def column(self, name: str) -> NDArray[np.float64]:
         """A column, NaN throughout where the file has none of that name."""
@@ -91,7 +93,7 @@ def read_metrics(run_dir: str) -> MetricsTable:
         QuernError: the file cannot be read.
     """
     columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    validations, damaged, rows = [], [], 0
+    validations, damaged, rows, loads = [], [], 0, {}
     for number, line in enumerate(_lines(os.path.join(run_dir, METRICS_FILE)), 1):
         try:
             row = json.loads(line)
@@ -107,6 +109,8 @@ def read_metrics(run_dir: str) -> MetricsTable:
                     if len(values) < rows:
                         values.extend([math.nan] * (rows - len(values)))
                     values.append(value)
+            if (counts := _counts(row)) is not None:
+                loads[rows] = counts
             rows += 1
         elif kind == "validation":
             validations.append(Validation(step, rows, told["time"], told.get("loss", math.nan), held_out(told)))
@@ -116,7 +120,16 @@ def read_metrics(run_dir: str) -> MetricsTable:
     counted = np.cumsum(np.diff(steps, prepend=-1) <= 0)
     told_attempt = found.pop("attempt", np.full(rows, math.nan))
     attempt = np.where((told_attempt >= 0) & (told_attempt < _LIMIT), told_attempt, counted).astype(np.int64)
-    return MetricsTable(steps, attempt, found, tuple(validations), tuple(damaged))
+    return MetricsTable(steps, attempt, found, tuple(validations), tuple(damaged), loads)
+
+
+def _counts(row: Mapping[str, Any]) -> NDArray[np.int64] | None:
+    """``experts.counts`` of a line, where they are whole numbers of equally many experts a layer."""
+    try:
+        found = np.array(row["experts"]["counts"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return found.astype(np.int64) if found.dtype.kind == "i" and found.ndim == 2 and found.min(initial=0) >= 0 else None
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -16,8 +16,8 @@ from quern.html.pieces import show
 from quern.train.report.history import ABANDONED, Run
 
 __all__ = [
-    "MARKS", "RANGES", "UNITS", "Chart", "by_source", "curves", "data_block", "figure", "loss", "others", "over",
-    "thin",
+    "BY_LAYER", "MARKS", "RANGES", "UNITS", "Chart", "by_source", "curves", "data_block", "figure", "loss", "others",
+    "over", "thin",
 ]  # fmt: skip
 
 F64 = NDArray[np.float64]
@@ -41,6 +41,8 @@ _KNOWN = {
     "data_step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "step_time_s", "data_wait_s",
     "memory_gib", "mfu_full", "mfu_causal", "loss_spike", "grad_norm_spike", "non_finite", "skipped", "time",
 }  # fmt: skip
+#: Columns of the map of experts: one for each layer.
+BY_LAYER = "experts.max_over_mean_of_layer."
 #: Ranges of equally many steps in which each line keeps its first step, and those with its least and greatest value.
 RANGES = 800
 #: Points of a line of means.
@@ -92,7 +94,8 @@ def _held_out(run: Run, source: str | None = None) -> tuple[Axes, F64]:
 def others(runs: Sequence[Run]) -> list[Chart]:
     """Charts of every other number in the metrics. A mapping of numbers makes one chart with a line a name."""
     groups: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in dict.fromkeys(name for run in runs for name in run.metrics.columns if name not in _KNOWN):
+    drawn = {name for run in runs for name in run.metrics.columns if name.startswith(BY_LAYER)}
+    for name in dict.fromkeys(name for run in runs for name in run.metrics.columns if name not in _KNOWN | drawn):
         outer, _, inner = name.rpartition(".") if name.startswith("ranks.") else name.partition(".")
         if len(groups[outer]) < _MAX_LINES:
             groups[outer][name] = inner or outer

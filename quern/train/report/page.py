@@ -23,6 +23,7 @@ from quern.train.history.ledger import MOVES, UNHEALTHY
 from quern.train.report import charts
 from quern.train.report.account import PARTS, account, tokens_by_source
 from quern.train.report.charts import RANGES, over
+from quern.train.report.experts import experts
 from quern.train.report.history import ABANDONED, AGAIN, Run, open_run
 from quern.words import counted
 
@@ -87,10 +88,13 @@ def render(runs: Sequence[Run]) -> str:
         name = "<h3>{}: {}</h3>" if len(runs) > 1 else ""
         return "".join(name.format(letter, show(run.name, 80)) + body for letter, run, body in bodies if body)
 
+    loads = each(experts)
+    scripts = ["uplot/uPlot.iife.min.js", "report.js", *(["heat.js"] if loads else [])]
     sections = [
         ("loss", "Loss", _controls() + figures["loss"] + _course(runs)),
         ("optimiser", "Optimiser", grid["optimiser"]),
         ("sources", "Sources", each(_sources)),
+        ("experts", "Experts", loads),
         ("speed", "Speed and memory", grid["speed"]),
         ("time", "Where the time went", each(_time)),
         ("events", "What happened", each(_events)),
@@ -105,7 +109,7 @@ def render(runs: Sequence[Run]) -> str:
         sections=sections,
         footer=each(_footer) + charts.data_block(runs, [chart for own in drawn.values() for chart in own]),
         css=html.resource("uplot/uPlot.min.css", __package__) + html.resource("style.css", __package__),
-        scripts=[html.resource("uplot/uPlot.iife.min.js", __package__), html.resource("report.js", __package__)],
+        scripts=[html.resource(name, __package__) for name in scripts],
     )
 
 

@@ -12,7 +12,7 @@ from quern.train.history.back import LEFT_OUT
 from quern.train.history.ledger import Ledger
 from quern.train.step.metrics import Mark
 
-__all__ = ["Figures", "Pending", "note_abnormal", "of_this_rank", "pack", "skip_reason", "unpack"]
+__all__ = ["Figures", "Pending", "has_counts", "note_abnormal", "of_this_rank", "pack", "skip_reason", "unpack"]
 
 
 class Figures(NamedTuple):
@@ -57,8 +57,12 @@ class Pending:
     tokens: int
     wait_s: float
     ended: Mark
+    loads: torch.Tensor | None
+    """What was noted of experts, on its way to the host; None without any."""
 
 
+_COUNTED = 500
+"""Steps of a run, at most: so many lines of many experts leave a file small."""
 _SUMMED = Figures._fields.index("norm")
 """How many, from the first, are sums over ranks."""
 
@@ -85,6 +89,11 @@ def unpack(values: torch.Tensor) -> tuple[Figures, list[float]]:
     """The figures and those behind them, once the copy to the host has ended."""
     numbers = values.tolist()
     return Figures(*numbers[: len(Figures._fields)]), numbers[len(Figures._fields) :]
+
+
+def has_counts(step: int, steps: int) -> bool:
+    """Whether the line of a step has the counts of all experts, beside that of the last: each n-th of ``steps``."""
+    return step % -(-steps // _COUNTED) == 0
 
 
 def skip_reason(found: Figures, left_out: bool) -> str:

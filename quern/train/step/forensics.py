@@ -31,9 +31,11 @@ from quern import storage
 from quern.model.loss import IGNORE
 from quern.parallel.clip import Norms
 from quern.parallel.context.inputs import Shared
+from quern.parallel.experts import Routed
 from quern.train.batches.feed import Origin, StepInputs
 from quern.train.config import ForensicsConfig
 from quern.train.processes.agree import Agreement
+from quern.train.step.routed import as_plain, counts_of
 from quern.train.step.sequences import Sequences, cut, highest, joined, medians, piece_tokens
 
 __all__ = ["FOLDER", "FORMAT", "Facts", "Forensics", "Seen"]
@@ -46,6 +48,8 @@ STANDING_OUT = 128
 """Sequences of the step whose pieces are in the file …"""
 STANDING_OUT_BEFORE = 16
 """… and of each step before it."""
+MOST_COUNTS = 1 << 20
+"""Numbers of tokens that chose an expert, of the step's documents; of an earlier step's an eighth."""
 
 _NAME = re.compile(r"step_\d{8,}(\.attempt_\d+)?\.json")
 _DIGITS = 8
@@ -69,6 +73,8 @@ class Facts:
     cp_groups: Sequence[dist.ProcessGroup] = ()
     """Of ranks that compute tokens of the same sequences: summed over one after the other, all of them."""
     cp_rank: int = 0
+    expert_layers: Sequence[int] = ()
+    """Numbers of the layers with experts."""
     loss_scaled: bool = False
     """With a loss scale gradients overflow now and then, by which it finds its size: no reason to look."""
 
@@ -89,6 +95,8 @@ class Seen:
     skipped: bool
     requested: bool
     """A rank has been asked for it by a signal."""
+    loads: Tensor | None
+    """What :meth:`quern.parallel.experts.ExpertLoads.sent` gave."""
 
 
 @dataclass
@@ -101,6 +109,8 @@ class _Kept:
     """None where another rank has them, as ``targets_MBP``."""
     targets_MBP: Tensor | None
     norms: list[Norms]
+    routed: Sequence[Routed]
+    """Of each micro-batch; empty without experts."""
     batch: StepInputs | None
     """None once the step is settled."""
     seen: Seen | None = None
@@ -134,8 +144,9 @@ class Forensics:
 
     # ---- in every step
 
-    def keep(self, batch: StepInputs, losses: Mapping[int, Tensor] | None) -> None:
-        """Remember a step's losses, on the device, in pieces; None: another rank counts them."""
+    def keep(self, batch: StepInputs, losses: Mapping[int, Tensor] | None, routed: Sequence[Routed]) -> None:
+        """Remember a step's losses, on the device, in pieces; None: another rank counts them. ``routed``: of each
+        micro-batch which experts its documents chose."""
         if not self._config.window:
             return
         nats_MBP = targets_MBP = None
@@ -143,7 +154,7 @@ class Forensics:
             given = [losses[number] for number in range(len(batch.micro_batches))]
             targets = [inputs.targets_BL != IGNORE for inputs in batch.micro_batches]
             nats_MBP, targets_MBP = (cut(torch.stack(self._rows(batch, own))) for own in (given, targets))
-        self._kept.append(_Kept(batch.data_step, batch.origins, nats_MBP, targets_MBP, [], batch))
+        self._kept.append(_Kept(batch.data_step, batch.origins, nats_MBP, targets_MBP, [], routed, batch))
 
     def _rows(self, batch: StepInputs, values: Sequence[Tensor]) -> list[Tensor]:
         """[B, L] of each micro-batch, 0 for tokens of other ranks of ``cp``."""
@@ -186,10 +197,14 @@ class Forensics:
         first = self._search(batch) if "non_finite" in reasons and batch is not None else None
         steps = [kept for kept in self._kept if kept.seen is not None][-self._config.window :]
         shares = self._together.gather_on_rank0([self._share(kept, kept.seen is seen) for kept in steps])
+        content: dict[str, Any] = {"steps": []}
         if self._together.rank == 0:
-            self._write(
-                [(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen], reasons, first
-            )
+            told = [(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen]
+            content = self._content(told, reasons, first)
+        if self._facts.expert_layers:
+            self._add_experts(steps, content["steps"])
+        if self._together.rank == 0:
+            self._write(content, seen)
 
     def _reasons(self, seen: Seen) -> list[str]:
         routine = self._facts.loss_scaled and np.isfinite(seen.loss)
@@ -229,16 +244,30 @@ class Forensics:
             own.pieces[int(columns["place"][s])] = nats_SP[s], targets_SP[s]
         return squares, own
 
+    def _add_experts(self, steps: Sequence[_Kept], plain: Sequence[dict[str, Any]]) -> None:
+        """Put into the steps of the file, ``plain`` on rank 0, which experts the sequences that stand out chose."""
+        asked = self._together.broadcast_from_rank0(lambda: [own["within"]["place"] for own in plain])
+        length = self._facts.layout["seq_len"]
+        shares = self._together.gather_on_rank0(
+            [counts_of(kept.routed, kept.origins, {*own}, length) for kept, own in zip(steps, asked, strict=True)]
+        )
+        for step, kept, places, *own in zip(plain, steps, asked, *shares, strict=False):
+            assert kept.seen is not None
+            assert kept.seen.loads is not None
+            total_NE = kept.seen.loads[:, : kept.routed[0].counts_NSE.shape[-1]]
+            most = MOST_COUNTS if kept is steps[-1] else MOST_COUNTS // 8
+            step["experts"] = as_plain(own, places, total_NE, self._facts.expert_layers, most)
+
     # ---- what rank 0 writes
 
-    def _write(
+    def _content(
         self, steps: Sequence[tuple[Seen, Sequence[Any]]], reasons: Sequence[str], first: dict[str, Any] | None
-    ) -> None:
+    ) -> dict[str, Any]:
         last, facts = steps[-1][0], self._facts
         squares = [_added([share[0] for share in shares]) for _, shares in steps]
         sequences = [joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
         usual, norms = medians(sequences), _norms(squares[-1], str)
-        content = {
+        return {
             "format": FORMAT, "kind": "forensics", "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "step": last.step, "data_step": last.data_step, "attempt": facts.attempt, "order": facts.order,
             "sources": list(facts.sources), "reasons": list(reasons),
@@ -251,6 +280,8 @@ class Forensics:
             ],
             "parameters": _plain(norms), "not_finite": _kinds(norms),
         }  # fmt: skip
+
+    def _write(self, content: Mapping[str, Any], last: Seen) -> None:
         path = self._path(last.step)
         try:
             storage.publish_bytes(path, (json.dumps(content, allow_nan=False) + "\n").encode())
@@ -258,7 +289,7 @@ class Forensics:
             log.warning("%s: cannot be written (%s); training goes on", path, error.strerror or error)
         else:
             done = "its update was skipped" if last.skipped else "its update was applied and training goes on"
-            log.info("step %d (%s): %s; what it read is in %s", last.step, ", ".join(reasons), done, path)
+            log.info("step %d (%s): %s; what it read is in %s", last.step, ", ".join(content["reasons"]), done, path)
 
     def _step(
         self,

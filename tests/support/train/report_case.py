@@ -164,7 +164,7 @@ class Page(HTMLParser):
 
     @property
     def curves(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.scripts[0])
+        found: dict[str, Any] = json.loads(next(own for own in self.scripts if own.startswith('{"charts"')))
         return found
 
     def line(self, label: str, chart: str = "Loss") -> dict[str, Any]:
