@@ -38,11 +38,18 @@ from quern.train.config import TrainConfig
 BASE, BALANCED = "dense", "bias"
 MODEL: dict[str, Any] = {"num_layers": 2, "dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
                          "ffn_dim": 512, "tied_embeddings": False}  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "ffn_dim": 256, "score": "sigmoid", "normalize": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "top_k": 2,
+    "ffn_dim": 256,
+    "score": "sigmoid",
+    "normalize": True,
+    "scale": 2.0,
+}
 #: What each variant changes in the config.
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
-    BALANCED: {"model": {**MODEL, "moe": {**EXPERTS, "bias": True}}, "experts": {"bias_rate": 0.005}},
+    BALANCED: {"model": {**MODEL, "moe": {**EXPERTS, "bias": True}}, "experts": {"bias_rate": 0.02}},
     "loss": {"model": {**MODEL, "moe": EXPERTS}, "experts": {"balance_loss": 0.01, "balance_over": "global"}},
     "none": {"model": {**MODEL, "moe": EXPERTS}},
 }

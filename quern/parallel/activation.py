@@ -25,7 +25,7 @@ __all__ = ["checkpoint_blocks", "kept_operations"]
 
 MATMULS = (
     "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_grouped_mm",
-    "quern::blockwise_scaled_mm", "quern::multiply_experts", "quern::multiply_experts_in_float8",
+    "quern::blockwise_scaled_mm", "quern::multiply_experts",
 )  # fmt: skip
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",

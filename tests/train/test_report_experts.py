@@ -53,8 +53,15 @@ def page(made: Made) -> Page:
 
 
 def maps(page: Page) -> dict[str, Any]:
-    (found,) = (json.loads(script) for script in page.scripts if script.startswith('{"layers"'))
-    return dict(found)
+    """By what the maps are of: ``last``, ``greatest`` and ``experts`` (a list by layer)."""
+    (found,) = (json.loads(script) for script in page.scripts if script.startswith('{"levels"'))
+    last, greatest, *experts = found["maps"]
+    return {"levels": found["levels"], "last": last, "greatest": greatest, "experts": experts}
+
+
+def spans(own: dict[str, Any]) -> list[tuple[int, int]]:
+    """First and last step of each column."""
+    return [*zip(own["x"], [*(first - 1 for first in own["x"][1:]), STEPS - 1], strict=True)]
 
 
 def said(letter: str, levels: str) -> float:
@@ -75,21 +82,22 @@ def over_mean(row: list[int]) -> list[float]:
 
 def test_the_maps_are_those_of_the_counts_of_the_present_branch(made: Made, page: Page) -> None:
     found, present = maps(page), made.present()
-    assert found["layers"] == list(LAYERS)
-    for letters, row in zip(found["last"], present[STEPS - 1]["experts"]["counts"], strict=True):
+    assert found["last"]["y"] == found["greatest"]["y"] == list(LAYERS)
+    assert [own["title"] for own in found["experts"]] == [f"experts of layer {n} over the run" for n in LAYERS]
+    for letters, row in zip(found["last"]["rows"], present[STEPS - 1]["experts"]["counts"], strict=True):
         near(letters, found["levels"], over_mean(row))
     for n, layer in enumerate(LAYERS):
         values = [present[step]["experts"]["max_over_mean_of_layer"][str(layer)] for step in range(STEPS)]
-        near(found["greatest"][n], found["levels"], values)
-    assert found["steps"] == [[step, step] for step in range(STEPS)]
+        near(found["greatest"]["rows"][n], found["levels"], values)
+    assert found["greatest"]["x"] == list(range(STEPS))
     counted = [step for step in range(STEPS) if "counts" in present[step]["experts"]]
-    assert found["counted"] == [[step, step] for step in counted]
+    assert all(own["x"] == counted for own in found["experts"])
     assert counted != list(range(STEPS))
     for n in range(len(LAYERS)):
         for expert in range(EXPERTS):
             values = [over_mean(present[step]["experts"]["counts"][n])[expert] for step in counted]
-            near(found["experts"][n][expert], found["levels"], values)
-    assert set(found["experts"][1][2]) > {"0"}  # dead in the second half alone
+            near(found["experts"][n]["rows"][expert], found["levels"], values)
+    assert set(found["experts"][1]["rows"][2]) > {"0"}  # dead in the second half alone
 
 
 def test_the_table_names_dead_and_overloaded_experts(page: Page) -> None:
@@ -114,15 +122,16 @@ def test_a_map_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(experts, "_COLUMNS", 7)
     monkeypatch.setattr(experts, "_CELLS", 5 * len(LAYERS) * EXPERTS)
     found, present = maps(Page(Path(write_report(str(made.path))).read_text())), made.present()
-    assert [len(own) for own in (found["steps"], found["greatest"][0], found["counted"])] == [7, 7, 5]
+    greatest, experts_of = found["greatest"], found["experts"]
+    assert [len(own) for own in (greatest["x"], greatest["rows"][0], experts_of[0]["x"])] == [7, 7, 5]
     for n, layer in enumerate(LAYERS):
         own = [present[step]["experts"]["max_over_mean_of_layer"][str(layer)] for step in range(STEPS)]
-        near(found["greatest"][n], found["levels"], [max(own[a : b + 1]) for a, b in found["steps"]])
-        for column, (first, last) in enumerate(found["counted"]):
+        near(found["greatest"]["rows"][n], found["levels"], [max(own[a : b + 1]) for a, b in spans(greatest)])
+        for column, (first, last) in enumerate(spans(experts_of[n])):
             inside = [row["experts"]["counts"][n] for step, row in present.items()
                       if first <= step <= last and "counts" in row["experts"]]  # fmt: skip
             together = over_mean(list(map(sum, zip(*inside, strict=True))))
-            near("".join(own[column] for own in found["experts"][n]), found["levels"], together)
+            near("".join(own[column] for own in experts_of[n]["rows"]), found["levels"], together)
 
 
 @pytest.mark.parametrize("counts", ["x", [[1, 2], [3]], [[-1, 2]], [1, 2], [[1.5, 2]], [[10**30, 1]], []])
@@ -147,5 +156,5 @@ def test_a_browser_draws_both_maps(made: Made, page: Page) -> None:
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
-    sizes = re.findall(r'<canvas data-map="(\w+)"[^>]*height="(\d+)"', done.stdout)
-    assert sizes == [(name, str(18 * len(LAYERS) + 40)) for name in ("last", "run")]
+    sizes = re.findall(r'<canvas [^>]*height="(\d+)"[^>]*Loads|<canvas [^>]*Loads[^>]*height="(\d+)"', done.stdout)
+    assert ["".join(own) for own in sizes] == [str(18 * len(LAYERS) + 40)] * 2

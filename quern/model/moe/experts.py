@@ -8,7 +8,6 @@ Shapes: T tokens, K experts of a token, S = T · K assignments, E experts, D mod
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.model.float8.recipe import Recipe
-from quern.model.moe.products import multiply, multiply_in_float8
+from quern.model.moe.products import multiply
 
 __all__ = ["Experts"]
 
@@ -51,8 +50,8 @@ class Experts(nn.Module):
             x_SD = x_SD.where((sorted_S < num_experts)[:, None], 0)
         w1, w2, w3 = (weight.to(x_TD.dtype) for weight in (w1_EFD, w2_EDF, w3_EFD))
         ends_E = ends_E.to(torch.int32)
-        times = multiply if self.recipe is None else partial(multiply_in_float8, recipe=self.recipe)
-        y_SD = times(F.silu(times(x_SD, w1, ends_E)) * times(x_SD, w3, ends_E), w2, ends_E)
+        gate_SF, up_SF = (multiply(x_SD, weight, ends_E, self.recipe) for weight in (w1, w3))
+        y_SD = multiply(F.silu(gate_SF) * up_SF, w2, ends_E, self.recipe)
         y_SD = cast(Tensor, _Unsorted.apply(y_SD, order_S, inverse_S))
         if self.drops:
             y_SD = y_SD.where((sent_TK < num_experts).view(-1, 1), 0)

@@ -18,33 +18,53 @@ from torch import Tensor
 from quern.model.float8.linear import Products, products
 from quern.model.float8.recipe import Recipe
 
-__all__ = ["multiply", "multiply_in_float8"]
+__all__ = ["multiply"]
 
 _ALIGNED = 16
 """A row of what ``grouped_mm`` reads has to be a multiple of this many bytes."""
 
 
-@torch.library.custom_op("quern::multiply_experts", mutates_args=())
-def multiply(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def multiply(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, recipe: Recipe | None = None) -> Tensor:
     """``x Wᵀ`` [S, O]; ``ends_E`` int32. Rows after the last end hold anything, and so do their gradients.
 
     ``grouped_mm``, for which the host does not wait, in float32 and half precision for sizes of whole 16 bytes; else a
-    loop over experts.
+    loop over experts. By a ``recipe`` (of FP8, without a history) each expert's product, and its gradients, are those
+    of a linear layer for its rows alone, where blocks of tokens begin.
     """
-    if _grouped(x_SI, *weight_EOI.shape[1:]):
-        return F.grouped_mm(x_SI, weight_EOI.mT, offs=ends_E)
-    y_SO = x_SI.new_zeros(len(x_SI), weight_EOI.shape[1])
+    scaling, gradients = (None, None) if recipe is None else (recipe.scaling, recipe.gradients)
+    return cast(Tensor, _multiply(x_SI, weight_EOI, ends_E, scaling, gradients))
+
+
+@torch.library.custom_op("quern::multiply_experts", mutates_args=())
+def _multiply(
+    x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, scaling: str | None, gradients: str | None, turned: bool = False
+) -> Tensor:
+    """``turned``: ``x`` [S, O] is the gradient of the output, and what is returned [S, I] that of the input."""
+    by = _in_float8(scaling, gradients)
+    if by is None and _grouped(x_SI, *weight_EOI.shape[1:]):
+        return F.grouped_mm(x_SI, weight_EOI if turned else weight_EOI.mT, offs=ends_E)
+    y = x_SI.new_zeros(len(x_SI), weight_EOI.shape[2 if turned else 1])
     for weight_OI, rows in zip(weight_EOI, _rows(ends_E), strict=True):
-        torch.mm(x_SI[rows], weight_OI.T, out=y_SO[rows])
-    return y_SO
+        if by is None:
+            torch.mm(x_SI[rows], weight_OI if turned else weight_OI.T, out=y[rows])
+        else:
+            y[rows] = (by.grad_input if turned else by.forward)(x_SI[rows], weight_OI)
+    return y
 
 
 @torch.library.custom_op("quern::expert_gradients", mutates_args=())
-def _of_weights(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor) -> Tensor:
+def _of_weights(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, scaling: str | None, gradients: str | None) -> Tensor:
     """[E, O, I]."""
+    by = _in_float8(scaling, gradients)
+    if by is not None:
+        return torch.stack([by.grad_weight(grad_SO[rows], x_SI[rows]) for rows in _rows(ends_E)])
     if _grouped(x_SI, grad_SO.shape[1], x_SI.shape[1]):
         return F.grouped_mm(grad_SO.T, x_SI, offs=ends_E)
     return torch.stack([grad_SO[rows].T @ x_SI[rows] for rows in _rows(ends_E)])
+
+
+def _in_float8(scaling: str | None, gradients: str | None) -> Products | None:
+    return None if scaling is None else products(Recipe(cast(Any, scaling), cast(Any, gradients)))
 
 
 def _grouped(x: Tensor, *widths: int) -> bool:
@@ -57,77 +77,26 @@ def _rows(ends_E: Tensor) -> Iterator[slice]:
     return map(slice, [0, *ends[:-1]], ends)
 
 
-@multiply.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+@_multiply.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, scaling: Any, gradients: Any, turned: bool = False) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if turned else 1])
 
 
 @_of_weights.register_fake
-def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _(grad: Tensor, x: Tensor, ends: Tensor, scaling: Any, gradients: Any) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor, None]:
-    x_SI, weight_EOI, ends_E = ctx.saved_tensors
-    grad_SO = grad_SO.contiguous()  # grouped_mm takes no expanded one
-    return multiply(grad_SO, weight_EOI.mT, ends_E), _of_weights(grad_SO, x_SI, ends_E), None
-
-
-multiply.register_autograd(_gradients, setup_context=_keep)
-
-
-def multiply_in_float8(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, recipe: Recipe) -> Tensor:
-    """The same by an FP8 recipe without a history: each expert's product, and its gradients, are those of a linear
-    layer for its rows alone, where blocks of tokens begin. The host waits for ``ends_E``."""
-    return cast(Tensor, _in_float8(x_SI, weight_EOI, ends_E, recipe.scaling, recipe.gradients))
-
-
-@torch.library.custom_op("quern::multiply_experts_in_float8", mutates_args=())
-def _in_float8(
-    x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, scaling: str, gradients: str, turned: bool = False
-) -> Tensor:
-    """``turned``: ``x`` [S, O] is the gradient of the output, and what is returned [S, I] that of the input."""
-    by = _products(scaling, gradients)
-    y = x_SI.new_zeros(len(x_SI), weight_EOI.shape[2 if turned else 1])
-    for weight_OI, rows in zip(weight_EOI, _rows(ends_E), strict=True):
-        y[rows] = (by.grad_input if turned else by.forward)(x_SI[rows], weight_OI)
-    return y
-
-
-@torch.library.custom_op("quern::expert_gradients_in_float8", mutates_args=())
-def _of_weights_in_float8(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, scaling: str, gradients: str) -> Tensor:
-    """[E, O, I]."""
-    by = _products(scaling, gradients)
-    return torch.stack([by.grad_weight(grad_SO[rows], x_SI[rows]) for rows in _rows(ends_E)])
-
-
-def _products(scaling: str, gradients: str) -> Products:
-    return products(Recipe(cast(Any, scaling), cast(Any, gradients)))
-
-
-@_in_float8.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, scaling: str, gradients: str, turned: bool = False) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2 if turned else 1])
-
-
-@_of_weights_in_float8.register_fake
-def _(grad: Tensor, x: Tensor, ends: Tensor, scaling: str, gradients: str) -> Tensor:
-    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
-
-
-def _keep_in_float8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.recipe = inputs[3:5]
 
 
-def _gradients_in_float8(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:
     x_SI, weight_EOI, ends_E = ctx.saved_tensors
-    dx_SI = _in_float8(grad_SO, weight_EOI, ends_E, *ctx.recipe, turned=True)
-    return dx_SI, _of_weights_in_float8(grad_SO, x_SI, ends_E, *ctx.recipe), None, None, None, None
+    grad_SO = grad_SO.contiguous()  # grouped_mm takes no expanded one
+    dx_SI = _multiply(grad_SO, weight_EOI, ends_E, *ctx.recipe, turned=True)
+    return dx_SI, _of_weights(grad_SO, x_SI, ends_E, *ctx.recipe), None, None, None, None
 
 
-_in_float8.register_autograd(_gradients_in_float8, setup_context=_keep_in_float8)
+_multiply.register_autograd(_gradients, setup_context=_keep)

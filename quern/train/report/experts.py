@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,32 +32,42 @@ def experts(run: Run) -> str:
     if not layers or not told or len(told[-1][0]) != len(layers):
         return ""
     last_NE, step = told[-1]
-    greatest_NR = np.stack([run.kept(f"{BY_LAYER}{layer}") for layer in layers])
-    columns = max(1, min(_COLUMNS, _CELLS // last_NE.size))
-    over_steps = list(_binned(np.stack([own for own, _ in told]).astype(np.float64), columns))
-    data = {
-        "layers": layers, "levels": _LEVELS, "last": _letters(_over_mean(last_NE)),
-        "greatest": _letters(np.stack([_greatest(own) for own in _split(greatest_NR.T, _COLUMNS)], axis=1)),
-        "steps": [[int(own[0]), int(own[-1])] for own in _split(run.steps, _COLUMNS)],
-        "experts": [_letters(np.stack([own[n] for own in over_steps], axis=1)) for n in range(len(layers))],
-        "counted": [[int(own[0]), int(own[-1])] for own in _split(np.array([at for _, at in told]), columns)],
-    }  # fmt: skip
+    columns, numbers = max(1, min(_COLUMNS, _CELLS // last_NE.size)), range(last_NE.shape[1])
+    greatest_RN = np.stack([run.kept(f"{BY_LAYER}{layer}") for layer in layers], axis=1)
+    greatest_CN = np.stack([[over(np.nanmax, some) for some in own.T] for own in _split(greatest_RN, _COLUMNS)])
+    loads_CNE = np.stack([_over_mean(own.sum(axis=0)) for own in _split(np.stack([own for own, _ in told]), columns)])
+    counted_C = _firsts([at for _, at in told], columns)
+    maps = [
+        _map(f"every expert at step {num(step)}", "layer", layers, "expert", numbers, _over_mean(last_NE)),
+        _map("most loaded expert of each layer over the run", "layer", layers, "from step",
+             _firsts(run.steps, _COLUMNS), greatest_CN.T),
+        *(_map(f"experts of layer {layer} over the run", "expert", numbers, "from step", counted_C, loads_CNE[:, n].T)
+          for n, layer in enumerate(layers)),
+    ]  # fmt: skip
     text = lead(
         "A cell’s colour is the number of tokens that chose an expert, over the mean of all experts of its layer: blue "
         "is less than the mean, orange more. An expert that no token chose is drawn in the colour of “none”."
     )
-    choice = "".join(f'<option value="{n}">layer {layer}: each expert</option>' for n, layer in enumerate(layers))
-    ramp = '<span class="ramp"></span>'
+    drawn = "".join(
+        "<h3><select>" + "".join(f"<option{' selected' * (n == first)}>{own['title']}" for n, own in enumerate(maps))
+        + '</select></h3><canvas role="img" aria-label="Loads of experts; the table has figures."></canvas>'
+        '<p class="muted">&nbsp;</p>' for first in (0, 1)
+    )  # fmt: skip
+    data = json.dumps({"levels": _LEVELS, "maps": maps})
     return (
-        f'{text}<p class="legend heat-legend">⅛ of the mean or less {ramp} 8 times the mean or more'
-        '<span><b class="none"></b> none</span></p>'
-        f'<figure class="curve heat"><h3>Every expert at step {num(step)}</h3><canvas data-map="last" role="img" '
-        'aria-label="Loads by layer and expert; the table has the figures."></canvas><p class="muted">&nbsp;</p>'
-        '<h3>Over the run: <select><option value="greatest">all layers: the most loaded expert of each</option>'
-        f'{choice}</select></h3><canvas data-map="run" role="img" aria-label="Loads by step; the table has the last '
-        f'figures."></canvas><p class="muted">&nbsp;</p><script type="application/json">{json.dumps(data)}</script>'
-        f"</figure>{_table(layers, last_NE, step)}"
+        f'{text}<p class="legend heat-legend">⅛ of the mean or less <span class="ramp"></span> 8 times the mean or more'
+        f'<span><b class="none"></b> none</span></p><figure class="curve heat">{drawn}'
+        f'<script type="application/json">{data}</script></figure>{_table(layers, last_NE, step)}'
     )
+
+
+def _map(title: str, down: str, y: Sequence[int], across: str, x: Sequence[int], ratios: F64) -> dict[str, Any]:
+    """``ratios`` [y, x] as a string for each row; what a row and a column are, and their numbers."""
+    known = np.isfinite(ratios) & (ratios > 0)
+    level = np.rint(6 * np.log2(np.where(known, ratios, 1.0))).clip(-18, 18).astype(int) + 18
+    letters = np.where(known, np.array(list(_LEVELS))[level], np.where(ratios == 0, "0", "-"))
+    rows = ["".join(row) for row in letters.tolist()]
+    return {"title": title, "down": down, "y": list(y), "across": across, "x": list(x), "rows": rows}
 
 
 def _told(run: Run) -> list[tuple[NDArray[np.int64], int]]:
@@ -88,24 +99,10 @@ def _over_mean(counts: NDArray[np.number]) -> F64:
     return counts.astype(np.float64) / np.where(mean > 0, mean, np.nan)
 
 
-def _split(values: NDArray[np.number], most: int) -> list[NDArray[np.number]]:
+def _split(values: NDArray[Any], most: int) -> list[NDArray[Any]]:
     """Along the first axis, into ``most`` parts of one value or more."""
     return np.array_split(values, min(most, len(values)))
 
 
-def _binned(counts_RNE: F64, columns: int) -> Iterator[F64]:
-    """Of each column the loads of its steps together, [N, E]."""
-    for own in _split(counts_RNE, columns):
-        yield _over_mean(own.sum(axis=0))
-
-
-def _greatest(values_RN: NDArray[np.number]) -> F64:
-    return np.array([over(np.nanmax, own) for own in values_RN.T.astype(np.float64)])
-
-
-def _letters(ratios: F64) -> list[str]:
-    """A string for each row."""
-    known = np.isfinite(ratios) & (ratios > 0)
-    level = np.rint(6 * np.log2(np.where(known, ratios, 1.0))).clip(-18, 18).astype(int) + 18
-    letters = np.where(known, np.array(list(_LEVELS))[level], np.where(ratios == 0, "0", "-"))
-    return ["".join(row) for row in letters.tolist()]
+def _firsts(steps: Sequence[int] | NDArray[np.int64], most: int) -> list[int]:
+    return [int(own[0]) for own in _split(np.asarray(steps), most)]

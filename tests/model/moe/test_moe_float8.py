@@ -15,7 +15,7 @@ from quern.model.float8.linear import apply_linear
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.moe.experts import Experts
-from quern.model.moe.products import multiply_in_float8
+from quern.model.moe.products import multiply
 from quern.model.rope import rotation
 from quern.model.transformer import Linear, Transformer
 from quern.parallel.activation import checkpoint_blocks
@@ -43,7 +43,7 @@ def drawn(*size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def computed(recipe: Recipe, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     x, w = drawn(300, 256, seed=1, dtype=dtype), drawn(4, 128, 256, seed=2, dtype=dtype)
-    y = multiply_in_float8(x, w, torch.tensor(ENDS, dtype=torch.int32), recipe)
+    y = multiply(x, w, torch.tensor(ENDS, dtype=torch.int32), recipe)
     dy = drawn(300, 128, seed=3, dtype=dtype).detach()
     dx, dw = torch.autograd.grad(y, [x, w], dy)
     return {"x": x.detach(), "w": w.detach(), "y": y.detach(), "dy": dy, "dx": dx, "dw": dw}
@@ -111,7 +111,7 @@ class _Products(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.quern.multiply_experts_in_float8.default
+        self.count += func is torch.ops.quern.multiply_experts.default
         return func(*args, **(kwargs or {}))
 
 

@@ -254,10 +254,10 @@ def test_rows_of_no_expert_reach_nothing(dtype: torch.dtype, monkeypatch: pytest
         def backward(ctx: Any, grad_SI: Tensor) -> Any:
             return grad_SI.index_fill(0, torch.arange(ctx.end, len(grad_SI)), torch.nan), None
 
-    def spoils(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    def spoils(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, recipe: None) -> Tensor:
         end = int(ends_E[-1])
         assert end < len(x_SI)
-        return Spoilt.apply(real(Spoilt.apply(x_SI, end), weight_EOI, ends_E), end)
+        return Spoilt.apply(real(Spoilt.apply(x_SI, end), weight_EOI, ends_E, recipe), end)
 
     layer, x = layer_of(MoEShape(**KINDS["full experts"]), dtype), tokens_of(dtype=dtype).requires_grad_()
     y = layer(x)
