@@ -8,9 +8,10 @@ weights and the order of the data, which is the same in every variant. key=value
 same command goes on where it was left, as benchmarks/float8_training.py does. DIR/report.json and DIR/report.md are of
 the seeds that have all variants.
 
-A dense SwiGLU is 512 wide; with experts a token has two of 256, chosen from eight by normalised sigmoid scores. Their
-loads are kept even by biases that follow the counts of the global batch (``bias``), by the balance loss over the global
-batch (``loss``), or not at all (``none``).
+A dense SwiGLU is 512 wide; with experts a token has two of 256, chosen from eight by sigmoid scores that are divided by
+half their sum: what the two add is then as large at the start as what the dense one adds. Their loads are kept even by
+biases that follow the counts of the global batch (``bias``), by the balance loss over the global batch (``loss``), or
+not at all (``none``).
 
 What is told of loads is the greatest of an expert over the mean of its layer's, in the layer where that is worst: the
 mean of the last tenth of the steps, and the largest in the second half. Exit code 1 if a run failed, 3 if a signal
@@ -56,14 +57,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CONFIG: dict[str, Any] = {
     "model": MODEL,
     "seq_len": 128,
-    "global_batch": 16,
+    "global_batch": 32,
     "micro_batch": 8,
-    "steps": 400,
+    "steps": 300,
     "precision": "fp32",
     "device": "cpu",
     "optimizer": {"lr": 0.004},
-    "schedule": {"warmup": 40},
-    "checkpoint": {"interval": 200, "keep_last": 1, "mode": "sync"},
+    "schedule": {"warmup": 30},
+    "checkpoint": {"interval": 150, "keep_last": 1, "mode": "sync"},
     "validation": {"interval": 0, "windows": 400},
     "metrics": {"live": False, "tensorboard": False},
 }

@@ -88,18 +88,15 @@ class Trainer(Closes):
     _pending: list[figures.Pending] = field(default_factory=list)
     _signal: int = 0
     _tokens: int = 0
-    _held_out: float = 0.0
-    """Loss of the last validation."""
-    _divisor: torch.Tensor | None = None
-    """Of the step's gradients, where the optimizer clips them."""
+    _held_out: float = 0.0  # loss of the last validation
+    _divisor: torch.Tensor | None = None  # of the step's gradients, where the optimizer clips them
     back: GoingBack = field(init=False)
     watchdog: Watchdog = field(init=False)
     device_watch: DeviceWatch = field(init=False)
     saves: CheckpointScheduler = field(init=False)
     replicas: Replicas = field(init=False)
     recomputation: Recomputation = field(init=False)
-    _mark: Mark = field(init=False)
-    """Since when a step's time runs."""
+    _mark: Mark = field(init=False)  # since when a step's time runs
 
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
@@ -232,9 +229,10 @@ class Trainer(Closes):
         """Send the step's figures to the host asynchronously, and read those of the step before."""
         self.watchdog.enter("metrics")
         values = figures.pack(self._summed, norm=norm, scale=self.loss_scale.scale, **health.figures())
+        loads = None if self.parallel.loads is None else self.parallel.loads.sent()
         self._pending.append(figures.Pending(
-            step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
-            Mark(self.ranks.device), None if self.parallel.loads is None else self.parallel.loads.sent(),
+            step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s, loads,
+            Mark(self.ranks.device),  # after all that is on its way to the host
         ))  # fmt: skip
         self.drain_metrics(keep=1)
 

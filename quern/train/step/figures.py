@@ -56,9 +56,9 @@ class Pending:
     lr: float
     tokens: int
     wait_s: float
-    ended: Mark
     loads: torch.Tensor | None
     """What was noted of experts, on its way to the host; None without any."""
+    ended: Mark
 
 
 _COUNTED = 500
