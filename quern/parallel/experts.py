@@ -78,7 +78,8 @@ class ExpertLoads:
             if isinstance(block.ffn, MoE):
                 row = self.layers.index(int(number))
                 self._biases[row] = block.ffn
-                block.ffn.route = _Watched(self, block.ffn, row, seq_len).route  # type: ignore[method-assign]
+                watched = _Watched(self, block.ffn, torch.tensor(row), self.noted[row], self.last[row], seq_len)
+                block.ffn.route = watched.route  # type: ignore[method-assign]
 
     def begin(self, sequences: int, loss_scale: Tensor, micro_batches: Sequence[Inputs] = ()) -> None:
         """A step of so many sequences begins. :meth:`routed` is to tell of this rank's ``micro_batches``."""
@@ -161,11 +162,15 @@ class ExpertLoads:
 
 @dataclass(frozen=True, eq=False)
 class _Watched:
-    """A router's choice, noted, with the gradient of its losses."""
+    """A router's choice, noted, with the gradient of its losses. What differs from layer to layer are tensors: compiled
+    blocks of a number would each have a graph of their own, of which torch makes eight at most."""
 
     loads: ExpertLoads
     module: MoE
-    row: int
+    row: Tensor
+    """0-d, on the host: which of the layers with experts it is."""
+    noted: Tensor
+    last_E: Tensor
     tokens: int
 
     def route(self, x_TD: Tensor) -> Routing:
@@ -180,12 +185,12 @@ class _Watched:
             torch.special.entr(shares_TE).sum(),
             found.logits_TE.detach().square().sum(),
         ))  # fmt: skip
-        note_routing(found.chosen_TK, figures, loads.noted[self.row], self.row)
+        note_routing(found.chosen_TK, figures, self.noted, self.row)
         loss: Tensor | None = None
         if balancing.balance_loss:
             losses = balance_losses(
                 found, loads.moe, len(x_TD) // self.tokens, loads.seq_len, balancing.balance_over,
-                loads.last[self.row], self._total,
+                self.last_E, self._total,
             )  # fmt: skip
             loss = balancing.balance_loss * losses
         if balancing.z_loss:

@@ -143,10 +143,13 @@ def _complete(raw: dict[str, Any]) -> None:
         return
     section = section or {}
     preset = section.get("preset")
-    own = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
+    of_preset = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
     # null is the preset's value, but of rope_scaling, which no preset has
-    own |= {name: value for name, value in section.items() if value is not None or name == "rope_scaling"}
-    full = {**section, **{name: value for name, value in model_section(shape).items() if name not in own}}
+    own = of_preset | {name: value for name, value in section.items() if value is not None or name == "rope_scaling"}
+    theirs = model_section(shape)
+    full = {**section, **{name: value for name, value in theirs.items() if name not in own}}
+    if isinstance(moe := section.get("moe"), dict) and "moe" in theirs:
+        full["moe"] = theirs["moe"] | of_preset.get("moe", {}) | {k: v for k, v in moe.items() if v is not None}
     if _shape(full) is None and (rows := _given_otherwise(full, own, shape)):
         raise _mismatch(path, rows)
     raw["model"] = full

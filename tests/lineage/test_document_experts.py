@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -18,9 +20,11 @@ from quern.lineage.forensics.experts import experts_of
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.model.moe.layer import MoE
+from quern.parallel.experts import Routed
 from quern.parallel.local import LocalRanks
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.routed import as_plain, counts_of
 from support.lineage import poison_case
 from support.processes import files_of
 
@@ -166,7 +170,9 @@ def test_the_command_tells_a_document_s_experts_beside_the_batch_s(trained: tupl
 
 def test_what_the_record_does_not_have_is_one_line(trained: tuple[Path, Counts], tmp_path: Path) -> None:
     run = TrainingRun(str(trained[0]))
-    with pytest.raises(InputError, match="no counts of document 00: 16 sequences"):
+    with pytest.raises(InputError, match=f"no counts of document {'0' * 32}: 16 sequences of steps 1 to 2, "):
+        experts_of(run, 2, doc="0" * 32)
+    with pytest.raises(InputError, match=r'^--doc: expected a doc_id of 32 hex digits, got "00"$'):
         experts_of(run, 2, doc="00")
     path = trained[0] / "forensics" / "step_00000002.json"
     text = path.read_text()
@@ -186,3 +192,20 @@ def test_what_the_record_does_not_have_is_one_line(trained: tuple[Path, Counts],
                 experts_of(run, 2)
     finally:
         path.write_text(text)
+
+
+def test_records_have_as_many_counts_as_fit() -> None:
+    """Of the sequences that are asked for, in that order; each rank has those that it read."""
+    edges, documents = torch.tensor([0, 3, 8, 16, 24]), [2, 1, 1]
+    counts = torch.arange(2 * 4 * 5, dtype=torch.int32).reshape(2, 4, 5)
+    routed, places = Routed(edges, torch.zeros(0), counts), np.array([4, 0, 7])
+    origin = SimpleNamespace(places=places)
+    for most, expected in ((9, []), (10, [7]), (30, [7, 4]), (39, [7, 4]), (40, [7, 4, 0])):
+        found = counts_of([routed], [origin], [7, 9, 4, 0], 8, most)
+        assert list(found) == expected
+        assert [len(starts) for starts, _ in found.values()] == [documents[[4, 0, 7].index(own)] for own in expected]
+    other = {9: ([0], np.ones((1, 2, 5), np.int32))}
+    plain = as_plain([found, found, other], [7, 9, 4, 0], torch.zeros(2, 5), [1, 2], 39)
+    assert plain["place"] == [7, 9]
+    assert plain["counts"][0] == (2 * counts[:, 3:]).transpose(0, 1).tolist()
+    assert as_plain([found], [9, 7], torch.zeros(2, 5), [1, 2], 39)["place"] == []

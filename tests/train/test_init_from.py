@@ -71,6 +71,18 @@ def test_what_a_preset_does_not_say_is_the_checkpoints(tmp_path: Path) -> None:
     assert sizes_of(config) == {"preset": "debug", "head_dim": 64, **left}
 
 
+def test_keys_of_experts_are_the_checkpoints_one_by_one(tmp_path: Path) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "ffn_dim": 24, "normalize": True, "first_dense": 1}
+    source = str(write_checkpoint(tmp_path / "source", moe=moe))
+    for given in ({}, {"moe": {"num_experts": 4}}, {"moe": {"top_k": 2, "scale": None}, "dim": 32}):
+        config = load_train_config(write(tmp_path, init_from=source, model=given))
+        assert config.model.shape(300) == ModelConfig(**SIZES, moe=moe).shape(300)
+        check_init_from(config, ENCODING)
+    config = load_train_config(write(tmp_path, init_from=source, model={"moe": {"capacity": 1.5}}))
+    with pytest.raises(InputError, match=r"model\.moe"):
+        check_init_from(config, ENCODING)
+
+
 @pytest.mark.parametrize("section", [{"model": SIZES}, {"model": {**SIZES, "vocab_multiple": 128}}])
 def test_a_whole_section_is_what_it_was(tmp_path: Path, source: Path, section: dict[str, Any]) -> None:
     file = write(tmp_path, init_from=str(source), **section)

@@ -12,6 +12,7 @@ from quern.config import digest
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
+from quern.parallel.host_masters import HostMasters
 from quern.train.config import OptimizerConfig, TrainConfig
 from quern.train.step.optimizer import build_optimizer, step
 from support.distributed.ranks import run_ranks
@@ -84,6 +85,20 @@ def test_without_gradients_only_what_decays_moves(moments: str) -> None:
     for name, weight in model.named_parameters():
         shrink = 0.0 if "norm" in name or "router" in name else 0.25 * 0.02 if "ffn.experts" in name else 0.5 * 0.25
         torch.testing.assert_close(weight, first[name] * (1 - shrink), rtol=1e-6, atol=0)
+
+
+def test_masters_on_the_host_are_updated_as_weights_on_the_device() -> None:
+    model, config = network(torch.float32), OptimizerConfig(**OWN)
+    masters = HostMasters(model, [model], torch.float32, []).model
+    groups = []
+    for own in (model, masters):
+        names = {weight: name for name, weight in own.named_parameters()}
+        groups.append([
+            ({names[weight] for weight in group["params"]}, group["weight_decay"], group["lr_factor"])
+            for group in build_optimizer(own, config).param_groups
+        ])  # fmt: skip
+    assert groups[0] == groups[1]
+    assert {factor for _, _, factor in groups[0]} == {1.0, 0.5, 3.0}
 
 
 def test_groups_are_what_they_were_without_the_keys() -> None:

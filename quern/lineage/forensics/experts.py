@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from quern.config import show
 from quern.errors import InputError
 from quern.lineage.forensics.explain import read_of
 from quern.lineage.forensics.file import ForensicsRecord, StepRecord, read_record
@@ -25,6 +27,8 @@ def experts_of(run: TrainingRun, step: int, doc: str | None = None, attempt: int
     Raises:
         InputError: the step is not recorded, without these counts, or without those of the document.
     """
+    if doc is not None and not re.fullmatch(r"[0-9a-f]{32}", doc):
+        raise InputError(f"--doc: expected a doc_id of 32 hex digits, got {show(doc)}")
     record = read_record(run.path, step, attempt)
     steps = record.steps if doc else record.steps[-1:]
     if not any(own.chosen for own in steps):
@@ -32,7 +36,8 @@ def experts_of(run: TrainingRun, step: int, doc: str | None = None, attempt: int
     rows = [row for own in steps for row in _documents(run, record, own, doc)]
     if not rows:
         kept = sum(len(own.chosen.sequences) for own in steps if own.chosen)
-        raise InputError(f"{record.path}: no counts of document {doc}: {kept} sequences of the highest loss have them")
+        between = f"of steps {steps[0].step:,} to {step:,}, those of the highest losses,"
+        raise InputError(f"{record.path}: no counts of document {doc}: {kept} sequences {between} have them")
     shown = rows if doc else rows[:_DOCUMENTS]
     return {"file": record.path, "step": step, "attempt": record.attempt, "documents": shown}
 

@@ -23,9 +23,9 @@ _listener: Callable[[int, Tensor], None] | None = None
 
 
 @torch.library.custom_op("quern::note_routing", mutates_args=("noted",))
-def note_routing(chosen_TK: Tensor, figures: Tensor, noted: Tensor, layer: int) -> None:
-    """Add to ``noted``, float64 [E + 3]: the tokens that chose each expert, and the :data:`FIGURES`. ``layer``: for who
-    listens."""
+def note_routing(chosen_TK: Tensor, figures: Tensor, noted: Tensor, layer: Tensor) -> None:
+    """Add to ``noted``, float64 [E + 3]: the tokens that chose each expert, and the :data:`FIGURES`. ``layer``, 0-d on
+    the host: for who listens."""
     if _paused or torch._C._current_graph_task_id() != -1:
         return
     experts = len(noted) - len(FIGURES)
@@ -33,7 +33,7 @@ def note_routing(chosen_TK: Tensor, figures: Tensor, noted: Tensor, layer: int) 
     noted[:experts].scatter_add_(0, chosen_S, torch.ones_like(chosen_S, dtype=noted.dtype))
     noted[experts:] += figures.to(noted.dtype)
     if _listener is not None:
-        _listener(layer, chosen_TK)
+        _listener(int(layer), chosen_TK)
 
 
 def listen(listener: Callable[[int, Tensor], None] | None) -> None:

@@ -27,9 +27,9 @@ _ALIGNED = 16
 def multiply(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, recipe: Recipe | None = None) -> Tensor:
     """``x Wᵀ`` [S, O]; ``ends_E`` int32. Rows after the last end hold anything, and so do their gradients.
 
-    ``grouped_mm``, for which the host does not wait, in float32 and half precision for sizes of whole 16 bytes; else a
-    loop over experts. By a ``recipe`` (of FP8, without a history) each expert's product, and its gradients, are those
-    of a linear layer for its rows alone, where blocks of tokens begin.
+    ``grouped_mm`` in float32 and half precision for sizes of whole 16 bytes (in BF16 the host does not wait for it);
+    else a loop over experts. By a ``recipe`` (of FP8, without a history) each expert's product, and its gradients, are
+    those of a linear layer for its rows alone, where blocks of tokens begin.
     """
     scaling, gradients = (None, None) if recipe is None else (recipe.scaling, recipe.gradients)
     return cast(Tensor, _multiply(x_SI, weight_EOI, ends_E, scaling, gradients))

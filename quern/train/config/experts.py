@@ -62,5 +62,6 @@ class ExpertsConfig(Section):
         if given and moe is None:
             return f"experts.{given[0]}: expected model.moe with it: the model has no experts"
         if moe is not None and moe.bias != bool(self.bias_rate):
-            return f"experts.bias_rate: expected {'more than 0' if moe.bias else '0'} with model.moe.bias {moe.bias}"
+            expected = f"{'more than 0' if moe.bias else '0'} with model.moe.bias {moe.bias}"
+            return f"experts.bias_rate: expected {expected}, got {self.bias_rate:g}"
         return None

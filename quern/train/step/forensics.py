@@ -248,15 +248,16 @@ class Forensics:
         """Put into the steps of the file, ``plain`` on rank 0, which experts the sequences that stand out chose."""
         asked = self._together.broadcast_from_rank0(lambda: [own["within"]["place"] for own in plain])
         length = self._facts.layout["seq_len"]
-        shares = self._together.gather_on_rank0(
-            [counts_of(kept.routed, kept.origins, {*own}, length) for kept, own in zip(steps, asked, strict=True)]
-        )
-        for step, kept, places, *own in zip(plain, steps, asked, *shares, strict=False):
+        most = [MOST_COUNTS if kept is steps[-1] else MOST_COUNTS // 8 for kept in steps]
+        shares = self._together.gather_on_rank0([
+            counts_of(kept.routed, kept.origins, own, length, bound)
+            for kept, own, bound in zip(steps, asked, most, strict=True)
+        ])  # fmt: skip
+        for step, kept, bound, places, *own in zip(plain, steps, most, asked, *shares, strict=False):
             assert kept.seen is not None
             assert kept.seen.loads is not None
             total_NE = kept.seen.loads[:, : kept.routed[0].counts_NSE.shape[-1]]
-            most = MOST_COUNTS if kept is steps[-1] else MOST_COUNTS // 8
-            step["experts"] = as_plain(own, places, total_NE, self._facts.expert_layers, most)
+            step["experts"] = as_plain(own, places, total_NE, self._facts.expert_layers, bound)
 
     # ---- what rank 0 writes
 

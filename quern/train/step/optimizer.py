@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quern.model.moe.layer import MoE
 from quern.parallel.apply import Parallel
 from quern.parallel.host_masters import HostMasters
 from quern.train.config import OptimizerConfig
@@ -55,10 +54,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, masters: HostMast
 
 
 def _own_updates(model: nn.Module, config: OptimizerConfig) -> dict[nn.Parameter, OwnUpdateConfig]:
-    """Of experts' and routers' weights."""
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    found = {weight: config.experts for layer in layers for weight in layer.experts.parameters()}
-    return found | {weight: config.router for layer in layers for weight in layer.router.parameters()}
+    """Of experts' and routers' weights, which masters on the host have under the same names."""
+    parts = {".ffn.experts.": config.experts, ".ffn.router.": config.router}
+    return {weight: own for name, weight in model.named_parameters() for part, own in parts.items() if part in name}
 
 
 def follow_updates(parallel: Parallel, optimizer: Optimizer) -> None:

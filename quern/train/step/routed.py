@@ -7,7 +7,7 @@ not masked, a whole sequence counts as one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +19,26 @@ from quern.train.batches.feed import Origin
 
 __all__ = ["as_plain", "counts_of"]
 
-Counts = Mapping[int, tuple[list[int], NDArray[np.int64]]]
+Counts = Mapping[int, tuple[list[int], NDArray[np.int32]]]
 """By place in the global batch: where the sequence's documents start, and counts [P, N, E]."""
 
 
-def counts_of(routed: Sequence[Routed], origins: Sequence[Origin], places: Collection[int], seq_len: int) -> Counts:
-    """What this rank's layers chose for its tokens of the sequences at ``places``. Waits for the device."""
-    found = {}
-    for own, origin in zip(routed, origins, strict=True):
+def counts_of(
+    routed: Sequence[Routed], origins: Sequence[Origin], places: Sequence[int], seq_len: int, most: int
+) -> Counts:
+    """What this rank's layers chose for its tokens of the first of the sequences at ``places``: of those that have
+    ``most`` numbers together. Waits for the device."""
+    held = {int(p): (own, row) for own, at in zip(routed, origins, strict=True) for row, p in enumerate(at.places)}
+    found: dict[int, tuple[list[int], NDArray[np.int32]]] = {}
+    for place in (place for place in places if place in held):
+        own, row = held[place]
         edges = own.edges.cpu().numpy()
-        for row, place in enumerate(origin.places.tolist()):
-            if place in places:
-                held = np.flatnonzero((edges[:-1] // seq_len == row) & (np.diff(edges) > 0))
-                counts_PNE = own.counts_NSE[:, held].transpose(0, 1).cpu().numpy().astype(np.int64)
-                found[int(place)] = (edges[held] - row * seq_len).tolist(), counts_PNE
+        documents = np.flatnonzero((edges[:-1] // seq_len == row) & (np.diff(edges) > 0))
+        most -= len(documents) * own.counts_NSE[:, 0].numel()
+        if most < 0:
+            break
+        counts_PNE = own.counts_NSE[:, documents].transpose(0, 1).cpu().numpy()
+        found[place] = (edges[documents] - row * seq_len).tolist(), counts_PNE
     return found
 
 
@@ -40,11 +46,11 @@ def as_plain(
     shares: Sequence[Counts], places: Sequence[int], total_NE: Tensor, layers: Sequence[int], most: int
 ) -> dict[str, Any]:
     """The counts of all ranks, for the first of ``places`` that have ``most`` numbers together, and of the batch."""
-    kept, size, counts = [], 0, []
+    kept, counts = [], []
     for place in places:
         parts = [own[place] for own in shares if place in own]
-        size += parts[0][1].size
-        if size > most:
+        most -= parts[0][1].size if parts else most + 1
+        if most < 0:
             break
         kept.append((place, parts[0][0]))
         counts.append(np.sum([part for _, part in parts], axis=0).tolist())

@@ -51,7 +51,8 @@ def upcycle(
     dense, out = open_source(source, out)
     manifest = dense.manifest
     if manifest.model.moe is not None:
-        raise InputError(f"{os.path.join(source, MANIFEST_FILE)}: model.moe: expected null, has experts already")
+        got = f"one with {manifest.model.moe.num_experts} experts"
+        raise InputError(f"{os.path.join(source, MANIFEST_FILE)}: expected the checkpoint of a dense model, got {got}")
     try:
         shape = ModelConfig(**model_section(manifest.model), moe=moe).shape(manifest.model.vocab_size)
     except ValidationError as error:
