@@ -47,7 +47,7 @@ def loads(run_dir: Path) -> list[dict[str, Any]]:
     return [row["experts"] for step, row in sorted(case.rows(run_dir).items()) if step >= 0 and "experts" in row]
 
 
-@pytest.mark.parametrize("state", ["device", "host"])
+@pytest.mark.parametrize("state", ["device", pytest.param("host", marks=pytest.mark.long)])
 def test_killed_in_a_step_and_resumed_to_the_same_bits(tmp_path: Path, paths: list[str], state: str) -> None:
     """Shares of the step before and biases come from the checkpoint; a step that is skipped changes neither. With
     masters on the host too, which are updated beside the next forward."""
