@@ -181,9 +181,7 @@ def test_sources_that_cannot_be_taken(tmp_path: Path) -> None:
     del lacking.tensors["model.blocks.1.ffn.w3.weight"]
     rewrite.write_anew(lacking, str(tmp_path / "lacking"), lacking, None, None, lacking.manifest, weights_only=True)
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(
-        InputError, match=r"sparse/manifest\.json: expected the checkpoint of a dense model, got"
-    ):
+    with pytest.raises(InputError, match=r"sparse/manifest\.json: expected the checkpoint of a dense model, got"):
         upcycle(sparse, str(tmp_path / "out"), moe)
     with pytest.raises(InputError, match=r"\.metadata: model\.blocks\.1\.ffn\.w3\.weight: missing"):
         upcycle(str(tmp_path / "lacking"), str(tmp_path / "out"), moe)
