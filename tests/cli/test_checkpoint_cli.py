@@ -228,5 +228,6 @@ def test_a_seed_says_the_same_twice_and_another_something_else(run: Path) -> Non
 
 def test_help_names_every_command() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"list", "verify", "export-hf", "import-hf", "sample", "diff", "reshard", "prune", "fetch"}
+    looks, changes = {"list", "verify", "sample", "diff", "fetch"}, {"reshard", "upcycle", "prune"}
+    assert set(commands) == looks | changes | {"export-hf", "import-hf"}
     assert all(command.help for command in commands.values())

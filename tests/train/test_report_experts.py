@@ -106,7 +106,7 @@ def test_the_table_names_dead_and_overloaded_experts(page: Page) -> None:
     assert rows[0][1:3] == ["1", "2"]
     last = counts_at(STEPS - 1, 2)[2]
     assert rows[1][1:] == ["0", "–", f"{max(over_mean(last)):.2f}", "5", f"{min(over_mean(last)):.2f}"]
-    assert f"At step {STEPS - 1} 1 of {len(LAYERS) * EXPERTS} experts had no token." in page.text
+    assert f"At step {STEPS - 1}, 1 of {len(LAYERS) * EXPERTS} experts had no token." in page.text
 
 
 def test_figures_of_layers_are_in_the_map_and_in_no_chart(page: Page) -> None:

@@ -178,8 +178,8 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
     axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
     rows = [
         ("model", ", ".join(f"{name} {model[name]:,}" for name in _SIZES)),
-        *([] if (moe := model["moe"]) is None else [("experts", f"{moe['num_experts']:,} of width {moe['ffn_dim']:,}, "
-                                                     f"{moe['top_k']} for a token")]),
+        *([("experts", f"{moe['num_experts']:,} of width {moe['ffn_dim']:,}, {moe['top_k']} for a token")]
+          if (moe := model.get("moe")) else []),
         *([] if begins is None else [("weights", f"a fresh run begins with those of {plain(begins)}")]),
         *([] if (ahead := summary["goes_on"]) is None else [("goes on", _goes_on(config, ahead))]),
         ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"

@@ -90,7 +90,7 @@ def _table(layers: list[int], counts_NE: NDArray[np.int64], step: int) -> str:
     head = ["layer", "experts without a token", "the first of them", "greatest load / mean", "of expert", "least"]
     total = f"{num(int(unused_N.sum()))} of {counted(counts_NE.size, 'expert')} had no token"
     shown = "" if len(layers) <= _ROWS else f" The {_ROWS} of {len(layers)} layers that are most uneven:"
-    return f"<p>At step {num(step)} {total}.{shown}</p>{table(head, rows)}"
+    return f"<p>At step {num(step)}, {total}.{shown}</p>{table(head, rows)}"
 
 
 def _over_mean(counts: NDArray[np.number]) -> F64:
