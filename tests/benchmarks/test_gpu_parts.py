@@ -253,7 +253,7 @@ def test_models_have_the_published_sizes() -> None:
 TINY = {
     "model": "tiny", "layers": 1, "checkpointing": "full", "precision": "bf16", "documents": False, "seq_len": 32,
     "micro_batches": [2], "accumulate": 2, "steps": 2, "warm_up": 3, "device": "cpu", "backend": "eager",
-    "peak_tflops": 0.5,
+    "peak_tflops": 0.5, "weights_cast": "per_use",
 }  # fmt: skip
 
 
