@@ -22,19 +22,17 @@ seeds; both losses have to. Exit code 1 if a run failed, 3 if a signal ended it,
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from studies import STOPPED, Case, Runs, config_of, figures, prepare, row_of, say
+from studies import STOPPED, Case, Runs, config_of, figures, parser_of, prepare, publish, row_of, say
 
-from quern import __version__, storage
+from quern import __version__
 from quern.config import load_config
 from quern.errors import QuernError
 from quern.train.config import TrainConfig
@@ -156,12 +154,7 @@ def machine(device: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--data", action="append", required=True, metavar="RUN/tokens/SOURCE")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser = parser_of(__doc__, 5)
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=DEFAULT)
     args = parser.parse_args(arguments)
     precisions = [BASE, *(name for name in PRECISIONS if name in args.precisions and name != BASE)]
@@ -182,9 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     command = shlex.join(["python", *sys.argv] if arguments is None else ["float8_training.py", *arguments])
     report |= {"command": command, "machine": machine(device)}
-    storage.write_json(str(args.out / "report.json"), report)
-    storage.publish_bytes(str(args.out / "report.md"), markdown(report).encode())
-    print(markdown(report), end="")
+    publish(args.out, report, markdown(report))
     if runs.failed:
         return 1
     if runs.stopped or len(done) < len(cases):

@@ -20,18 +20,29 @@ ended it, 4 if with biases that mean is not below 1.5 for each seed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from studies import STOPPED, Case, Runs, config_of, figures, last_tenth, prepare, row_of, say, steps_of
+from studies import (
+    STOPPED,
+    Case,
+    Runs,
+    config_of,
+    figures,
+    last_tenth,
+    parser_of,
+    prepare,
+    publish,
+    row_of,
+    say,
+    steps_of,
+)
 
-from quern import __version__, storage
+from quern import __version__
 from quern.config import load_config
 from quern.errors import QuernError
 from quern.train.config import TrainConfig
@@ -126,12 +137,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--data", action="append", required=True, metavar="RUN/tokens/SOURCE")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser = parser_of(__doc__, 3)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args(arguments)
     variants = [name for name in VARIANTS if name in args.variants]
@@ -155,9 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     command = shlex.join(["python", *sys.argv] if arguments is None else ["sparse_training.py", *arguments])
     report |= {"command": command, "machine": f"{device}, {os.cpu_count()} cores, quern {__version__}"}
-    storage.write_json(str(args.out / "report.json"), report)
-    storage.publish_bytes(str(args.out / "report.md"), markdown(report).encode())
-    print(markdown(report), end="")
+    publish(args.out, report, markdown(report))
     if runs.failed:
         return 1
     if runs.stopped or len(done) < len(cases):

@@ -3,6 +3,7 @@ left."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -21,7 +22,20 @@ from quern.config import dump_yaml, load_config, parse_overrides
 from quern.errors import InputError, QuernError
 from quern.train.config import TrainConfig
 
-__all__ = ["STOPPED", "Case", "Runs", "config_of", "figures", "last_tenth", "prepare", "row_of", "say", "steps_of"]
+__all__ = [
+    "STOPPED",
+    "Case",
+    "Runs",
+    "config_of",
+    "figures",
+    "last_tenth",
+    "parser_of",
+    "prepare",
+    "publish",
+    "row_of",
+    "say",
+    "steps_of",
+]
 
 STOPPED = 3
 
@@ -172,3 +186,27 @@ def row_of(*cells: str) -> str:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def parser_of(description: str | None, seeds: int) -> argparse.ArgumentParser:
+    """The arguments that all studies take; ``seeds`` by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--data", action="append", required=True, metavar="RUN/tokens/SOURCE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=_count, default=seeds)
+    parser.add_argument("--jobs", type=_count, default=2)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text}")
+    return int(text)
+
+
+def publish(out: Path, report: Mapping[str, Any], text: str) -> None:
+    """Writes report.json and report.md, and prints the latter."""
+    storage.write_json(str(out / "report.json"), report)
+    storage.publish_bytes(str(out / "report.md"), text.encode())
+    print(text, end="")
