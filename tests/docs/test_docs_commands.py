@@ -80,6 +80,13 @@ def check_quern(words: list[str], page: str) -> None:
         check_config(config, list(given["overrides"] or ()), page, model)
 
 
+def with_its_neighbours(script: Path) -> str:
+    """The text of a script and of the modules of its folder that it imports: some define the options of several."""
+    text = script.read_text()
+    names = re.findall(r"(?m)^(?:from|import) (\w+)", text)
+    return "\n".join([text, *(near.read_text() for name in names if (near := script.with_name(f"{name}.py")).exists())])
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.line[:60]}")
 def test_a_command_can_be_given(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -98,7 +105,7 @@ def test_a_command_can_be_given(command: Command, monkeypatch: pytest.MonkeyPatc
             module, *arguments = words[words.index("-m") + 1 :]
             check_module(module, arguments, command.page)
         case ["python", script, *options]:
-            text = (ROOT / script).read_text()
+            text = with_its_neighbours(ROOT / script)
             assert [word for word in options if word.startswith("--") and f'"{word}"' not in text] == []
         case ["pip", "install", "-c", pins, wanted]:
             assert (ROOT / pins).exists()
