@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from quern.parallel.collectives import KEEPING, SUMS_KEPT
 
@@ -62,7 +68,24 @@ def _selective_contexts() -> Any:
     forward, again = create_selective_checkpoint_contexts(_policy)
     if torch.compiler.is_compiling():  # a graph is not run twice
         return forward, again
+    forward.__class__, again.__class__ = _Saves, _Reads
     return _while(KEEPING, forward), _while(SUMS_KEPT, again)
+
+
+class _Saves(_CachingTorchDispatchMode):
+    """Sees what is kept alone: what FSDP2 does for experts within a block differs when it is computed again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in kept_operations():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Reads(_CachedTorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in kept_operations():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from quern.model.float8.delayed import Amaxes
 from quern.model.float8.torchao import Torchao
+from quern.model.moe.layer import MoE
 from quern.model.moe.noting import noting_nothing
-from quern.model.transformer import Transformer
+from quern.model.transformer import Block, Transformer
 from quern.parallel.accumulation import Accumulation, Inputs, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.context.attention import share_sequence
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
-from quern.parallel.experts import ExpertLoads
+from quern.parallel.experts.deal import exchange_tokens, split_experts
+from quern.parallel.experts.loads import ExpertLoads
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
 from quern.parallel.host_masters import HostMasters, cast_weights, gradients_in
@@ -63,7 +65,7 @@ class Parallel:
             yield
 
     def begin(self, sequences: int, loss_scale: Tensor, micro_batches: Sequence[Inputs] = ()) -> None:
-        """A step of so many sequences begins; see :meth:`quern.parallel.experts.ExpertLoads.begin`."""
+        """A step of so many sequences begins; see :meth:`quern.parallel.experts.loads.ExpertLoads.begin`."""
         if self.loads is not None:
             self.loads.begin(sequences, loss_scale, micro_batches)
 
@@ -75,8 +77,8 @@ class Parallel:
 
 
 def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> Parallel:
-    """Stages → tensors → sequence → FP8 → checkpointing → compile → shard → memory → kept weights → replicate. Wrong
-    orders run, and train wrongly or waste memory.
+    """Stages → experts → tensors → sequence → FP8 → checkpointing → compile → shard → memory → kept weights →
+    replicate. Wrong orders run, and train wrongly or waste memory.
 
     ``model`` is whole, and may be on ``meta``: then its weights are allocated here, each rank's share alone, and hold
     nothing until :func:`quern.model.init.initialise` or a checkpoint fills them. ``device``: None = the current one of
@@ -106,9 +108,13 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     wrapped: list[nn.Module] = []
     kept: list[KeptWeights] = []
     for part in parts:
+        if loads is not None and mesh.experts is not None:
+            split_experts(part, mesh.experts)
         if mesh.tp is not None:
             # before all that must see local shapes
             split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
+        if mesh.expert_groups:
+            exchange_tokens(part, mesh)
         if mesh.context_groups:
             share_sequence(part, layout.seq_len, mesh.context("heads"), mesh.context("shards"), layout.context.ring)
         if loads is not None:
@@ -119,8 +125,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         recomputed = blocks[: layout.recomputed(len(blocks))]
         checkpoint_blocks(recomputed, layout.activation_checkpointing)  # before compiling, which must contain it
         if layout.compile_backend is not None:
-            for block in blocks:
-                block.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs
+            for module in (module for block in blocks for module in _compiled(block, mesh.plan.ep)):
+                module.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs
             part.loss_compiler = layout.compile_backend
         if cast:
             cast_weights(
@@ -130,7 +136,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             shard(
                 part, mesh.fsdp, compute_dtype=layout.compute_dtype,
                 reshard_after_forward=layout.reshard_after_forward, bf16_gradients=layout.bf16_gradients,
-                scatter_once=layout.zero == 1,
+                scatter_once=layout.zero == 1, expert_mesh=mesh.expert_fsdp,
             )  # fmt: skip
         materialise(part, device)  # after sharding: no rank ever holds the whole model
         if layout.bf16_gradients:
@@ -154,3 +160,11 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     else:
         run = Pipeline(parts, stages, mesh, layout, device)
     return Parallel(view, run, Gradients(view, mesh), gather, amaxes, kept, masters, loads)
+
+
+def _compiled(block: nn.Module, ep: int) -> list[nn.Module]:
+    """What has a graph of its own: a block, or where its tokens travel to experts, so that the host waits for counts
+    and FSDP2 has the experts apart, what comes before."""
+    if ep == 1 or not isinstance(block, Block) or not isinstance(block.ffn, MoE):
+        return [block]
+    return [block.attention_norm, block.attention, block.ffn_norm, *([block.ffn.shared] if block.ffn.shared else [])]

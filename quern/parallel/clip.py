@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from quern.parallel.planning.mesh import Mesh
 
 __all__ = ["Norms", "clip", "clip_divisor", "global_grad_norm", "local_part"]
 
@@ -29,7 +30,7 @@ class Norms:
 def global_grad_norm(
     parameters: Iterable[nn.Parameter],
     stages: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: Mesh | None = None,
     parts: list[Norms] | None = None,
 ) -> torch.Tensor:
     """The 2-norm of all gradients as one vector: 0-d, on their device, the same bits on every rank.
@@ -107,7 +108,7 @@ def local_part(gradient: torch.Tensor) -> torch.Tensor:
     return part.detach()
 
 
-def _cut_over(gradient: torch.Tensor, whole: DeviceMesh | None) -> list[dist.ProcessGroup]:
+def _cut_over(gradient: torch.Tensor, whole: Mesh | None) -> list[dist.ProcessGroup]:
     """The groups over which the gradient's elements are dealt out, innermost axis first; none for a whole one."""
     if not isinstance(gradient, DTensor):
         return []
@@ -120,7 +121,7 @@ def _cut_over(gradient: torch.Tensor, whole: DeviceMesh | None) -> list[dist.Pro
     if whole is None:
         return [mesh.get_group(axis) for axis in axes]
     assert mesh.mesh_dim_names is not None
-    return [whole.get_group(mesh.mesh_dim_names[axis]) for axis in axes]
+    return [whole.group(mesh.mesh_dim_names[axis]) for axis in axes]
 
 
 def _combined(norm: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

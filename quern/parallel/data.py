@@ -13,20 +13,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from quern.model.transformer import Transformer
+from quern.parallel.experts.deal import experts_of
+from quern.parallel.planning.weights import STREAM, dealt_along
+from quern.parallel.tensor import to_local
 
 __all__ = ["accumulation", "gradients_in_bf16", "materialise", "replicate", "shard"]
 
 
 def shard(
     model: Transformer, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int,
-    bf16_gradients: bool = False, scatter_once: bool = False,
+    bf16_gradients: bool = False, scatter_once: bool = False, expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:  # fmt: skip
     """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard), in place.
 
-    Units are every block, the last norm with the head, and the root, which has the embedding. So the head's gathering
+    Units are every block, the last norm with the head, and the root, which has the embedding; and with ``expert_mesh``
+    the experts of a block, which other ranks have copies of than of the rest. So the head's gathering
     overlaps with the blocks' forward, and the sum of its gradient, the largest of all, with their backward. Both ends
     stay gathered from forward to backward. Tied embeddings are the root's, and so is the norm then.
 
@@ -39,8 +44,21 @@ def shard(
         reduce_dtype=torch.bfloat16 if bf16_gradients else torch.promote_types(compute_dtype, torch.float32),
         cast_forward_inputs=False,  # tokens are integers, and rotary tables keep their precision
     )
+    along = {}
+    for experts in experts_of(model):
+        for name, weight in experts.named_parameters():
+            over = mesh if expert_mesh is None else expert_mesh
+            along[weight] = Shard(dealt_along(tuple(to_local(weight).shape), STREAM[name], over.size(over.ndim - 1)))
+        if expert_mesh is not None:
+            fully_shard(
+                experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision,
+                shard_placement_fn=along.get,
+            )  # fmt: skip
     for block in model.blocks.children():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision,
+            shard_placement_fn=along.get,
+        )  # fmt: skip
     if model.norm is not None and model.head is not None:
         fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision)

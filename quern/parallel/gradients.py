@@ -87,7 +87,7 @@ class Gradients:
         else:
             copy = copies[0] if copies[1] is None else copies[1]
             counted = [parameter for parameter in self._all if parameter is not copy]
-        return global_grad_norm(counted, self.mesh.pp, self.mesh.device_mesh, parts)
+        return global_grad_norm(counted, self.mesh.pp, self.mesh, parts)
 
     def squares(self, parts: Iterable[Norms]) -> dict[str, float]:
         """This rank's share of each gradient's squared 2-norm, by the parameter's name: shares of all ranks add up to
@@ -106,6 +106,9 @@ class Gradients:
         if device_mesh is None:
             return True
         cut = {group.group_name for group in cut_over}
+        experts = self.mesh.expert_mesh
+        if experts is not None and experts.get_group("ep").group_name in cut:
+            device_mesh = experts
         return all(
             axis == "pp" or device_mesh.get_local_rank(axis) == 0 or device_mesh.get_group(axis).group_name in cut
             for axis in device_mesh.mesh_dim_names or ()

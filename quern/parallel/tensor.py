@@ -15,6 +15,7 @@ The model's seams are replaced on the instance; its modules and their names are 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ from quern.model.moe.layer import MoE
 from quern.model.transformer import Attention, Block, FeedForward, Linear, Transformer
 from quern.parallel.collectives import Ranks, gather, gather_multiply, multiply_scatter, sum_scatter
 
-__all__ = ["split_tensors"]
+__all__ = ["split", "split_tensors", "to_local"]
 
 
 def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = False, pieces: int = 1) -> None:
@@ -105,18 +106,16 @@ def _split_feed_forward(ffn: FeedForward, mesh: DeviceMesh, ranks: Ranks, pieces
 
 
 def _split_experts(moe: MoE, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> None:
-    """Every rank has a part of each expert's width. Routers stay whole, and choose for this rank's tokens alone; all
-    ranks then compute all tokens, with what was chosen for them."""
+    """Every rank has a part of each expert's width (:func:`quern.parallel.experts.deal.split_experts`). Routers stay
+    whole, and choose for this rank's tokens alone; all ranks then compute all tokens, with what was chosen for them."""
     experts = moe.experts
-    for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
-        setattr(experts, name, _split(getattr(experts, name), dim, mesh))
     if isinstance(moe.shared, FeedForward):
         _split_feed_forward(moe.shared, mesh, ranks, pieces)
 
     def forward(x_tD: Tensor, sent_tK: Tensor, weights_tK: Tensor) -> Tensor:
         told_tK = torch.cat((weights_tK, sent_tK.to(weights_tK.dtype)), dim=1)  # both in one message: whole numbers
         weights_TK, sent_TK = gather(told_tK[None], ranks)[0].chunk(2, dim=1)
-        w1, w2, w3 = map(_to_local, (experts.w1, experts.w2, experts.w3))
+        w1, w2, w3 = map(to_local, (experts.w1, experts.w2, experts.w3))
         part_TD = experts.multiply(gather(x_tD[None], ranks)[0], sent_TK.to(torch.int64), weights_TK, w1, w2, w3)
         return sum_scatter(part_TD[None], ranks)[0]
 
@@ -160,7 +159,7 @@ class _Vocabulary:
         def cross_entropy(x_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
             return chunked_cross_entropy(
                 x_ND,
-                _to_local(weight_VD),
+                to_local(weight_VD),
                 targets_BL.flatten(),
                 vocab_size=self.model.shape.vocab_size,
                 chunk=self.model.loss_chunk,
@@ -178,7 +177,7 @@ class _Vocabulary:
         """See :meth:`Transformer.logits`; without gradient."""
         x_BLD = gather(x_BlD, self.ranks)
         part_BLV: Tensor = self.model.with_output_weight(
-            x_BLD, lambda x_BLD, weight_VD: F.linear(x_BLD, _to_local(weight_VD).to(x_BLD.dtype))
+            x_BLD, lambda x_BLD, weight_VD: F.linear(x_BLD, to_local(weight_VD).to(x_BLD.dtype))
         )
         parts = [torch.empty_like(part_BLV) for _ in range(self.ranks.size)]
         dist.all_gather(parts, part_BLV.contiguous(), group=self.group)
@@ -196,23 +195,25 @@ class _Vocabulary:
 
 def _shard(module: Linear | nn.Embedding, dim: int, mesh: DeviceMesh) -> None:
     """The weight becomes this rank's equal part of it along ``dim``, and forgets the rest."""
-    module.weight = _split(module.weight, dim, mesh)
+    module.weight = split(module.weight, [dim], mesh)
 
 
-def _split(weight: Tensor, dim: int, mesh: DeviceMesh) -> nn.Parameter:
-    whole = weight.detach()
-    part = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-    split = DTensor.from_local(
-        part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )  # fmt: skip
-    return nn.Parameter(split, requires_grad=weight.requires_grad)
+def split(weight: Tensor, dims: Sequence[int], mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's equal part of a whole weight, which every axis of the mesh splits along one of ``dims``."""
+    whole = part = weight.detach()
+    for axis, dim in enumerate(dims):
+        part = part.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
+    part = part.clone(memory_format=torch.contiguous_format)
+    placements = [Shard(dim) for dim in dims]
+    made = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(made, requires_grad=weight.requires_grad)
 
 
 def _local(module: Linear | nn.Embedding) -> Tensor:
-    return _to_local(module.weight)
+    return to_local(module.weight)
 
 
-def _to_local(weight: Tensor) -> Tensor:
+def to_local(weight: Tensor) -> Tensor:
     """What this rank holds, gathered by FSDP2 where there is one; with gradient."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 

@@ -219,7 +219,7 @@ def open_trainer(
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
         checkpoints.tiers.resume_pending(start.checkpoint)
-        mesh = build_mesh(layout.plan, ranks.device.type, layout.context.heads)
+        mesh = build_mesh(layout.plan, ranks.device.type, layout.context.heads, layout.ep_node)
         sharing = Sharing(layout.context, mesh.rank("cp"), layout.seq_len) if layout.plan.cp > 1 else None
         parallel = parallelize(model, mesh, layout, ranks.device)
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight

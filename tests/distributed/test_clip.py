@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from quern.parallel.clip import clip, global_grad_norm
+from quern.parallel.planning.mesh import Mesh, MeshPlan
 from quern.train.config import OptimizerConfig
 from quern.train.step.optimizer import build_optimizer, step
 
@@ -172,7 +173,7 @@ def norm_with_an_earlier_mesh_in_its_place() -> float:
         )  # fmt: skip
         parameters[number] = nn.Parameter(torch.zeros_like(split))
         parameters[number].grad = split
-    return global_grad_norm(parameters, mesh=meshes[1]).item()
+    return global_grad_norm(parameters, mesh=Mesh(MeshPlan(2, 2), "cpu", meshes[1])).item()
 
 
 @pytest.mark.slow

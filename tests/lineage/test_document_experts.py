@@ -20,7 +20,7 @@ from quern.lineage.forensics.experts import experts_of
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.model.moe.layer import MoE
-from quern.parallel.experts import Routed
+from quern.parallel.experts.loads import Routed
 from quern.parallel.local import LocalRanks
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer

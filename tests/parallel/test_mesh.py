@@ -22,7 +22,7 @@ class Sizes:
         self.dp_replicate = sizes.pop("dp_replicate", 1)
         self.dp_shard = sizes.pop("dp_shard", None)
         self.resharding = sizes.pop("reshard_after_forward", True)
-        self.tp, self.pp, self.cp = (sizes.pop(axis, 1) for axis in ("tp", "pp", "cp"))
+        self.tp, self.pp, self.cp, self.ep = (sizes.pop(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
         assert not sizes
 
 

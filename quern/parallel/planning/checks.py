@@ -105,7 +105,22 @@ def _experts(shape: ModelShape, layout: Layout) -> None:
             f"parallel.tp: expected 1 with model.qk_norm whole, whose norms are over all heads, got {plan.tp}"
         )
     if shape.moe is None:
+        if plan.ep > 1:
+            raise InputError(f"parallel.ep: changes nothing without experts (model.moe); expected 1, got {plan.ep}")
         return
+    if shape.moe.num_experts % plan.ep:
+        fitting = [size for size in divisors(plan.shards) if shape.moe.num_experts % size == 0]
+        raise InputError(
+            f"parallel.ep: expected a divisor of model.moe.num_experts ({shape.moe.num_experts}), got {plan.ep}; "
+            f"{choices(fitting)} would fit"
+        )
+    if plan.ep > 1 and not isinstance(layout.reshard_after_forward, bool):
+        raise InputError(
+            f"parallel.reshard_after_forward: expected true or false with ep {plan.ep}, whose ranks hold other experts "
+            f"each, got {layout.reshard_after_forward}"
+        )
+    if layout.ep_node is not None and shape.moe.capacity is not None:
+        raise InputError("parallel.ep_node: expected null with model.moe.capacity, whose places travel in one stage")
     for key, given, why in (
         ("parallel.tp", any(width % plan.tp for width in (shape.moe.ffn_dim, shape.moe.shared_ffn_dim)),
          f"expected a divisor of ffn_dim ({shape.moe.ffn_dim}) and shared_ffn_dim ({shape.moe.shared_ffn_dim})"),

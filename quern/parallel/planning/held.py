@@ -40,11 +40,11 @@ def held(step: Step, moment_bytes: int, rank: int = 0) -> Held:
     for stage in layout.stages_of(plan.coordinates(rank)["pp"]) if plan.by_fsdp else ():
         ends = end_weights(shape, plan.tp, first=stage == 0, last=stage == len(layers) - 1)
         dealt = layout.reshard_after_forward  # over how many ranks after a forward; False = over none
-        gathered.append(sum(one.padded(plan.shards) for one in ends) * step.compute_bytes)
+        gathered.append(sum(one.padded(plan) for one in ends) * step.compute_bytes)
         whole += sum(weight.size for weight in ends)
         for layer, number in alike(shape, layers[stage]):
-            block = block_weights(shape, plan.tp, layer)
-            of_block = sum(one.padded(plan.shards) for one in block) * step.compute_bytes
+            block = block_weights(shape, plan.tp, layer, plan.ep)
+            of_block = sum(one.padded(plan) for one in block) * step.compute_bytes
             gathered[-1] += 0 if dealt is True else number * ((of_block - smaller) // (dealt or 1))
             whole += number * sum(weight.size for weight in block)
     once = plan.pp > 1 or (layout.zero == 1 and step.num_micro_batches > 1)

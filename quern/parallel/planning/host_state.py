@@ -25,7 +25,7 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
 
     def unit(weights: Sequence[Weight], cast: bool) -> None:
         """Elements, and bytes on the device."""
-        shares = [(w, w.share(step.plan.shards, step.plan.shard_of(places))) for w in weights]
+        shares = [(w, w.share(step.plan, step.plan.shard_of(places))) for w in weights]
         matrices = {w for w in weights if len(w.shape) > 1 and not w.router}
         bytes_of = {w: compute if step.plan.by_fsdp or (cast and w in matrices) else master for w in weights}
         sizes.append((sum(own for _, own in shares), sum(own * bytes_of[w] for w, own in shares)))
@@ -36,7 +36,7 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
         apart = 2 * (last and not shape.tied_embeddings)  # the head and the last norm
         unit(ends[: len(ends) - apart], False)
         for layer in stages[stage]:
-            block = block_weights(shape, tp, layer)
+            block = block_weights(shape, tp, layer, step.plan.ep)
             unit(block, True)
             experts += sum(weight.size for weight in block if len(weight.shape) == 3)  # which are quantised at each use
         unit(ends[len(ends) - apart :], adds)

@@ -55,6 +55,8 @@ class Layout:
     stage_layers: tuple[int, ...] | None = None
     balancing: Balancing = field(default_factory=Balancing)
     """Of experts."""
+    ep_node: int | None = None
+    """Of the ranks of ``ep`` those on one node, to which a token travels once."""
     context: Context = field(default_factory=Context)
     """How the ranks of ``cp`` share a sequence."""
     micro_batch: int = 1

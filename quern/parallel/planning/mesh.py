@@ -6,8 +6,8 @@ Sizes are resolved before anything starts; torch is imported only where groups a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from quern.errors import InputError
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["AXES", "Mesh", "MeshPlan", "Sizes", "build_mesh", "choices", "divisors", "plan_mesh"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: ranks beside each other, on one node, differ in the axis that talks most. ``ep`` lies inside dp."""
+"""Outermost first: ranks beside each other, on one node, differ in the axis that talks most. ``ep`` lies inside
+``dp_shard`` and ``cp``."""
 
 
 class Sizes(Protocol):
@@ -37,17 +38,21 @@ class Sizes(Protocol):
     def pp(self) -> int: ...
     @property
     def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Sizes of all axes; their product is the number of ranks."""
+    """Sizes of all axes; their product, without ``ep``, is the number of ranks."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Of those over which FSDP2 deals weights out, neighbours that hold other experts each."""
 
     @property
     def world_size(self) -> int:
@@ -63,6 +68,11 @@ class MeshPlan:
         """Ranks over which FSDP2 deals weights out. Those of ``cp`` are among them: they compute other tokens with the
         same weights, as ranks that read other samples do."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which FSDP2 deals out the experts of one rank of ``ep``."""
+        return self.shards // self.ep
 
     def shard_of(self, places: Mapping[str, int]) -> int:
         """A rank's place among them, from :meth:`coordinates`."""
@@ -96,6 +106,15 @@ class MeshPlan:
             "heads": [first + (shard * head_ranks + own) * self.tp for own in range(head_ranks)],
         }
 
+    def expert_ranks(self, rank: int, node: int) -> list[list[int]]:
+        """The ranks of ``ep`` between which tokens of ``rank`` travel: those with its place on the other nodes, of so
+        many ranks of ``ep`` each, then those of its node."""
+        place = rank // self.tp % self.ep
+        first = rank - place * self.tp
+        ranks = [first + own * self.tp for own in range(self.ep)]
+        start = place - place % node
+        return [ranks[place % node :: node], ranks[start : start + node]]
+
     def sizes(self) -> dict[str, int]:
         """Every axis's size, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
@@ -115,6 +134,10 @@ class Mesh:
     context_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     """Of the ranks of ``cp`` those that hold other ``shards`` of a row, and those that share the ``heads`` of one; not
     where it is this rank alone. See :class:`quern.parallel.planning.context.Context`."""
+    expert_mesh: DeviceMesh | None = None
+    """Where ``ep`` is above 1: the same ranks with the axes ``expert_shard`` and ``ep`` in place of ``dp_shard``."""
+    expert_groups: Sequence[ProcessGroup] = ()
+    """Between which tokens travel to experts, the outermost first."""
 
     @property
     def world_size(self) -> int:
@@ -138,6 +161,28 @@ class Mesh:
         if self.plan.dp_replicate == 1:
             return self.device_mesh["dp_shard"]
         return self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """The same for experts, where they have a mesh of their own."""
+        if self.expert_mesh is None:
+            return None
+        return self.expert_mesh["expert_shard" if self.plan.dp_replicate == 1 else ("dp_replicate", "expert_shard")]
+
+    @property
+    def experts(self) -> DeviceMesh | None:
+        """Over which the experts' weights are split: ``ep``, ``tp``, or both; None where each is whole."""
+        if self.expert_mesh is None:
+            return self.tp
+        return self.expert_mesh["ep" if self.plan.tp == 1 else ("ep", "tp")]
+
+    def group(self, axis: str) -> ProcessGroup:
+        """Of the axis of either mesh."""
+        mesh = self.device_mesh
+        if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+            mesh = self.expert_mesh
+        assert mesh is not None
+        return mesh.get_group(axis)
 
     @property
     def ddp(self) -> ProcessGroup | None:
@@ -201,6 +246,12 @@ def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
                 f"parallel: {named} × dp_shard {parallel.dp_shard} makes {_ranks(plan.world_size)}, but "
                 f"{world_size} {'was' if world_size == 1 else 'were'} started; expected {fits}{_ranks(plan.world_size)}"
             )
+    plan = replace(plan, ep=parallel.ep)
+    if plan.shards % plan.ep:
+        raise InputError(
+            f"parallel.ep: expected a divisor of the ranks of dp_shard × cp ({plan.shards}), of which it is made, "
+            f"got {plan.ep}; {choices(divisors(plan.shards))} would fit"
+        )
     group = parallel.resharding
     if plan.by_fsdp and not isinstance(group, bool):
         # FSDP2 makes these groups out of its own mesh, but makes them with all ranks: beside tp or pp there are several
@@ -215,9 +266,10 @@ def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
     return plan
 
 
-def build_mesh(plan: MeshPlan, device_type: str, head_ranks: int = 1) -> Mesh:
+def build_mesh(plan: MeshPlan, device_type: str, head_ranks: int = 1, ep_node: int | None = None) -> Mesh:
     """The groups of an initialised process group of ``plan.world_size`` ranks; none for a process without one.
-    ``head_ranks``: ranks of ``cp`` that exchange heads.
+    ``head_ranks``: ranks of ``cp`` that exchange heads; ``ep_node``: ranks of ``ep`` on a node, to which tokens travel
+    once.
 
     Collective: every rank calls it. Raises ValueError if the process group has another size.
     """
@@ -231,15 +283,27 @@ def build_mesh(plan: MeshPlan, device_type: str, head_ranks: int = 1) -> Mesh:
     if dist.get_world_size() != plan.world_size:
         raise ValueError(f"{plan}: expected {plan.world_size} ranks, the process group has {dist.get_world_size()}")
     sizes = {axis: getattr(plan, axis) for axis in AXES if axis != "cp"} | {"dp_shard": plan.shards}
-    # an axis of one rank takes part where FSDP2 asks for it by name
-    axes = [axis for axis in sizes if axis.startswith("dp_") or sizes[axis] > 1]
-    device_mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+    def made(sizes: Mapping[str, int]) -> DeviceMesh:
+        # an axis of one rank takes part where FSDP2 asks for it by name
+        axes = {axis: size for axis, size in sizes.items() if axis.startswith(("dp_", "expert_")) or size > 1}
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    expert_mesh, expert_groups = None, []
+    device_mesh = made(sizes)
+    if plan.ep > 1:
+        of_experts = {"expert_shard": plan.expert_shards, "ep": plan.ep}
+        expert_mesh = made({"pp": plan.pp, "dp_replicate": plan.dp_replicate, **of_experts, "tp": plan.tp})
+        expert_groups = [
+            dist.new_group(ranks, use_local_synchronization=True)
+            for ranks in plan.expert_ranks(dist.get_rank(), ep_node or plan.ep) if len(ranks) > 1
+        ]  # fmt: skip
     groups = {
         # of their own, even where another axis has the same ranks: what attention waits for is in no queue behind FSDP2
         axis: dist.new_group(ranks, use_local_synchronization=True)
         for axis, ranks in plan.context_ranks(dist.get_rank(), head_ranks).items() if len(ranks) > 1
     }  # fmt: skip
-    return Mesh(plan, device_type, device_mesh, groups)
+    return Mesh(plan, device_type, device_mesh, groups, expert_mesh, expert_groups)
 
 
 def divisors(number: int) -> list[int]:

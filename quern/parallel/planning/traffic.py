@@ -99,9 +99,9 @@ def elements_held(step: Step, rank: int = 0) -> int:
     weights: list[Weight] = []
     for stage in step.layout.stages_of(places["pp"]):
         for layer, count in alike(step.shape, layers[stage]):
-            weights += block_weights(step.shape, step.plan.tp, layer) * count
+            weights += block_weights(step.shape, step.plan.tp, layer, step.plan.ep) * count
         weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
-    return sum(weight.share(step.plan.shards, step.plan.shard_of(places)) for weight in weights)
+    return sum(weight.share(step.plan, step.plan.shard_of(places)) for weight in weights)
 
 
 def buffer_elements(step: Step, rank: int = 0) -> int:
@@ -194,7 +194,7 @@ def _pipeline(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Tran
     apart = not all(any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
     if shape.tied_embeddings and True in ends and apart:
         (embedding,) = end_weights(shape, plan.tp, first=True, last=False)
-        payload = step.reduce_bytes * embedding.share(plan.shards, shard)
+        payload = step.reduce_bytes * embedding.share(plan, shard)
         yield Transfer("pp", "tied gradients", "send", plan.pp, 1, payload)
 
 
@@ -246,7 +246,7 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
         payload = 3 * step.num_micro_batches * tokens * step.reduce_bytes
         yield Transfer("tp", "softmax", "all_reduce", tp, 2 * chunks, payload)
     whole = [weight for stage in stages for weight in _weights(step, stage) if not weight.split]
-    shares = sum(weight.share(step.plan.shards, shard) for weight in whole)
+    shares = sum(weight.share(step.plan, shard) for weight in whole)
     yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.gradient_bytes)
 
 
@@ -294,7 +294,7 @@ def _context_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer
 
 def _weights(step: Step, stage: _Stage) -> list[Weight]:
     ends = end_weights(step.shape, step.plan.tp, first=stage.first, last=stage.last)
-    blocks = (block_weights(step.shape, step.plan.tp, layer) for layer in stage.numbers)
+    blocks = (block_weights(step.shape, step.plan.tp, layer, step.plan.ep) for layer in stage.numbers)
     return [*(weight for block in blocks for weight in block), *ends]
 
 
@@ -302,7 +302,9 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     shape, plan = step.shape, step.plan
     if not plan.by_fsdp:
         embedding, *head, norm = end_weights(shape, plan.tp, first=True, last=True)
-        blocks = [weight for layer in range(shape.num_layers) for weight in block_weights(shape, plan.tp, layer)]
+        blocks = [
+            weight for layer in range(shape.num_layers) for weight in block_weights(shape, plan.tp, layer, plan.ep)
+        ]
         weights = [embedding, *blocks, norm, *head]  # as the model has them
         buckets = _buckets([weight.size * step.reduce_bytes for weight in reversed(weights)])
         payload = sum(weight.size for weight in weights) * step.reduce_bytes
@@ -319,12 +321,12 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
         apart = stage.first and stage.last and not shape.tied_embeddings
         for weights, reshard, count, smaller_by in (
             *(
-                (block_weights(shape, plan.tp, layer), step.layout.reshard_after_forward, count, smaller)
+                (block_weights(shape, plan.tp, layer, plan.ep), step.layout.reshard_after_forward, count, smaller)
                 for layer, count in alike(shape, stage.numbers)
             ),
             *((unit, False, 1, 0) for unit in ([ends[:1], ends[1:]] if apart else [ends])),
         ):
-            size = count * sum(weight.padded(ranks) for weight in weights)
+            size = count * sum(weight.padded(plan) for weight in weights)
             if not size:
                 continue
             sent = size * step.compute_bytes - count * smaller_by
@@ -348,7 +350,7 @@ def float8_gathers(step: Step) -> tuple[int, int]:
     if step.layout.float8 is None or not step.layout.float8_all_gather:
         return 0, 0
     found = gathered_in_float8(step.shape, step.plan.tp, step.layout.float8).values()
-    elements = sum(Weight(size, True).padded(step.plan.shards) for size, _ in found)
+    elements = sum(Weight(size, True).padded(step.plan) for size, _ in found)
     return elements * (step.compute_bytes - 1), sum(prod(scales) for _, scales in found)
 
 

@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from quern.model.config import ModelShape
+from quern.parallel.planning.mesh import MeshPlan
 
-__all__ = ["Weight", "alike", "block_weights", "end_weights"]
+__all__ = ["STREAM", "Weight", "alike", "block_weights", "dealt_along", "end_weights"]
+
+STREAM = {"w1": 2, "w2": 1, "w3": 2}
+"""The dimension of an expert's weight that is the model's width."""
+
+
+def dealt_along(size: Sequence[int], stream: int | None, ranks: int) -> int:
+    """The dimension along which FSDP2 deals out a weight: its first; of experts, whose number the ranks may not divide,
+    ``stream`` where they divide that."""
+    return 0 if stream is None or size[0] % ranks == 0 or size[stream] % ranks else stream
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as one rank of ``tp`` holds it, before FSDP2 deals out its rows."""
+    """A parameter as one rank of ``tp`` and ``ep`` holds it, before FSDP2 deals it out."""
 
     shape: tuple[int, ...]
     split: bool
     """Whether ``tp`` splits it; else every rank of ``tp`` holds it whole."""
     router: bool = False
     """Whether it is a router's or a gate's, which compute in at least float32."""
+    stream: int | None = None
+    """Of experts' weights: see :data:`STREAM`."""
 
     @property
     def size(self) -> int:
         """Elements."""
         return prod(self.shape)
 
-    def padded(self, ranks: int) -> int:
-        """Elements when every rank of ``dp_shard`` has as many rows as the first: what FSDP2 sends."""
-        return -(-self.shape[0] // ranks) * ranks * prod(self.shape[1:])
+    def shards(self, plan: MeshPlan) -> int:
+        """The ranks over which FSDP2 deals it out."""
+        return plan.shards if self.stream is None else plan.expert_shards
 
-    def share(self, ranks: int, rank: int) -> int:
-        """Elements that a rank of ``dp_shard`` really holds; the first has the most."""
-        rows = -(-self.shape[0] // ranks)
-        return max(0, min(rows, self.shape[0] - rank * rows)) * prod(self.shape[1:])
+    def padded(self, plan: MeshPlan) -> int:
+        """Elements when every one of them has as many as the first: what FSDP2 sends."""
+        ranks = self.shards(plan)
+        length = self.shape[dealt_along(self.shape, self.stream, ranks)]
+        return -(-length // ranks) * ranks * self.size // length
+
+    def share(self, plan: MeshPlan, shard: int) -> int:
+        """Elements that the rank with that place among ``plan.shards`` really holds; the first has the most."""
+        ranks = self.shards(plan)
+        place, length = shard * ranks // plan.shards, self.shape[dealt_along(self.shape, self.stream, ranks)]
+        most = -(-length // ranks)
+        return max(0, min(most, length - place * most)) * self.size // length
 
 
-def block_weights(shape: ModelShape, tp: int, layer: int = 0) -> list[Weight]:
+def block_weights(shape: ModelShape, tp: int, layer: int = 0, ep: int = 1) -> list[Weight]:
     """Of one layer, in the order of the model."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     dealt = shape.num_kv_heads % tp == 0  # else several ranks share a head, and each holds all of them
@@ -45,7 +66,7 @@ def block_weights(shape: ModelShape, tp: int, layer: int = 0) -> list[Weight]:
         Weight((shape.dim,), False),
         *(Weight((query // tp, shape.dim), True), keys, keys, Weight((shape.dim, query // tp), True), *head_norms),
         Weight((shape.dim,), False),
-        *(_experts(shape, tp) if shape.is_sparse(layer) else _swiglu(shape.dim, shape.ffn_dim, tp)),
+        *(_experts(shape, tp, ep) if shape.is_sparse(layer) else _swiglu(shape.dim, shape.ffn_dim, tp)),
     ]
 
 
@@ -54,14 +75,14 @@ def _swiglu(dim: int, width: int, tp: int) -> list[Weight]:
     return [wide, Weight((dim, width // tp), True), wide]
 
 
-def _experts(shape: ModelShape, tp: int) -> list[Weight]:
+def _experts(shape: ModelShape, tp: int, ep: int) -> list[Weight]:
     moe, dim = shape.moe, shape.dim
     assert moe is not None
-    width, split = moe.ffn_dim // tp, tp > 1
-    wide = Weight((moe.num_experts, width, dim), split)
+    own, width = moe.num_experts // ep, moe.ffn_dim // tp
+    sizes = {"w1": (own, width, dim), "w2": (own, dim, width), "w3": (own, width, dim)}
     return [
         Weight((moe.num_experts, dim), False, router=True),
-        *(wide, Weight((moe.num_experts, dim, width), split), wide),
+        *(Weight(size, tp > 1, stream=STREAM[name]) for name, size in sizes.items()),
         *(_swiglu(dim, moe.shared_ffn_dim, tp) if moe.shared_ffn_dim else []),
         *([Weight((1, dim), False, router=True)] if moe.shared_gate else []),
     ]

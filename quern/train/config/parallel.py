@@ -18,7 +18,7 @@ __all__ = ["ParallelConfig"]
 class ParallelConfig(Section):
     """Mesh sizes and how they are used. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
 
-    later: ClassVar[Mapping[str, Any]] = {"tp_pieces": 1, "cp_method": "ulysses", "ulysses": None}
+    later: ClassVar[Mapping[str, Any]] = {"tp_pieces": 1, "cp_method": "ulysses", "ulysses": None, "ep_node": None}
     dp_replicate: Count = 1
     """[ranks] Copies of the model, kept equal by DDP, or by HSDP with ``dp_shard``."""
     dp_shard: Count | None = None
@@ -58,7 +58,12 @@ class ParallelConfig(Section):
     ulysses: Count | None = None
     """[ranks] With ``usp``: ranks of ``cp`` that exchange heads. Example: 2"""
     ep: Count = 1
-    """[ranks] Expert parallelism; not available, 1 is the only value."""
+    """[ranks] Expert parallelism: each rank holds ``num_experts`` / ``ep`` experts, and tokens travel to those that are
+    theirs. A divisor of ``dp_shard`` × ``cp``, whose ranks it is made of; FSDP2 deals out each rank's experts over
+    those that are left. Example: 8"""
+    ep_node: Count | None = None
+    """[ranks] Of ``ep`` on one node: a token travels once to each node that has an expert of it, and from there to
+    ranks of the node. Null = once to each rank. Example: 8"""
     zero: Literal[1, 2, 3] | None = None
     """How FSDP2 shards, by ZeRO's stages, in place of ``reshard_after_forward``: 3 is true, 2 is false, and 1 is false
     with gradients that stay whole until a step's last micro-batch and are scattered once. In a pipeline, which keeps
@@ -67,8 +72,12 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _available(self) -> Self:
         self._sharing()
-        if self.ep > 1:
-            raise ValueError(f"ep: not available yet; expected 1, got {self.ep}")
+        within = [size for size in range(2, self.ep) if self.ep % size == 0]
+        if self.ep_node is not None and self.ep_node not in within:
+            sizes = ", ".join(map(str, within)) or "null, as there is none"
+            raise ValueError(
+                f"ep_node: expected a size between 1 and ep ({self.ep}) that divides it: {sizes}; got {self.ep_node}"
+            )
         if self.zero is not None and self.reshard_after_forward is not None:
             raise ValueError(
                 f"zero: give it or reshard_after_forward, which it implies (3: true, 2 and 1: false); expected "

@@ -15,6 +15,7 @@ import torch
 
 from quern.train.parity.matrix import VOCAB_SIZE, Case
 from quern.train.parity.run import Outcome, Table
+from quern.train.parity.sizes import EXPERTS
 
 __all__ = ["FIRST_GRADIENT", "TOLERANCE", "Comparison", "compare", "ratio_of", "whole"]
 
@@ -166,10 +167,11 @@ def _joined(
         for place, piece in pieces.items():
             found.equal(f"{what} of {name} on {place}", piece.item(), pieces[0, 0].item())
         return pieces[0, 0]
-    columns = [torch.cat([pieces[shard, tp] for shard in range(layout.shards)]) for tp in range(layout.tp)]
-    kv_heads = dict(case.computation.model)["num_kv_heads"]
+    model = dict(case.computation.model)
     if of_experts := _OF_EXPERTS.fullmatch(name):
-        return torch.cat(columns, dim=2 if of_experts[1] == "w2" else 1)
+        return _experts(case, of_experts[1] == "w2", pieces, model["dim"])
+    columns = [torch.cat([pieces[shard, tp] for shard in range(layout.shards)]) for tp in range(layout.tp)]
+    kv_heads = model["num_kv_heads"]
     if _BY_COLUMNS.fullmatch(name):
         return torch.cat(columns, dim=1)
     if _BY_ROWS.fullmatch(name) or (_KEYS_VALUES.fullmatch(name) and kv_heads >= layout.tp):
@@ -177,3 +179,17 @@ def _joined(
     if any(not torch.equal(column, columns[0]) for column in columns):
         found.problems.append(f"{what} of {name}: tp ranks hold other bits")
     return columns[0]
+
+
+def _experts(case: Case, back: bool, pieces: Mapping[tuple[int, int], torch.Tensor], dim: int) -> torch.Tensor:
+    """One weight [experts, rows, columns]: whole experts over ``ep``, of its rows or columns those of their width over
+    tp, and over the shards that are left experts, or where they do not divide these the model's width. ``back``: the
+    one that leads there."""
+    layout, left = case.on, case.on.shards // case.on.ep
+    number = EXPERTS[str(case.experts)][0]["num_experts"] // layout.ep
+    along = 0 if number % left == 0 or dim % left else 1 if back else 2
+    ways = []
+    for tp in range(layout.tp):
+        own = [[pieces[shard * layout.ep + ep, tp] for shard in range(left)] for ep in range(layout.ep)]
+        ways.append(torch.cat([torch.cat(shards, dim=along) for shards in own]))
+    return torch.cat(ways, dim=2 if back else 1)

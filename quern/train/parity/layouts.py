@@ -7,7 +7,7 @@ from typing import Any
 
 from quern.parallel.planning.context import Method
 
-__all__ = ["CONTEXT", "LAYOUTS", "Layout"]
+__all__ = ["CONTEXT", "DEALT", "LAYOUTS", "Layout"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Layout:
     method: Method = "ulysses"
     heads: int | None = None
     """Of ``usp``, the ranks that exchange heads."""
+    ep: int = 1
+    """Of the shards, those that hold other experts each."""
+    node: int | None = None
+    """Of ``ep``, those to which a token travels once."""
 
     @property
     def world(self) -> int:
@@ -108,4 +112,17 @@ CONTEXT: dict[str, Layout] = {
         "usp2x2": Layout(cp=4, method="usp", heads=2),
     }.items()
     for beside, sizes in _BESIDE.items()
+}  # fmt: skip
+
+#: Layouts that deal experts out, for :func:`quern.train.parity.matrix.sparse`.
+DEALT: dict[str, Layout] = {
+    "ep2": Layout(shard=2, ep=2), "ep2keep": Layout(shard=2, ep=2, reshard=False), "ep4": Layout(shard=4, ep=4),
+    "ep8": Layout(shard=8, ep=8), "ep4node2": Layout(shard=4, ep=4, node=2),
+    "ep8node4": Layout(shard=8, ep=8, node=4), "ep2fsdp2": Layout(shard=4, ep=2),
+    "ep2fsdp2zero1": Layout(shard=4, ep=2, zero=1), "ep2fsdp3": Layout(shard=6, ep=2),
+    "ep2hsdp2": Layout(2, 2, ep=2), "ep2hsdp2x2": Layout(2, 4, ep=2), "ep2tp2": Layout(shard=2, tp=2, ep=2),
+    "ep2fsdp2tp2": Layout(shard=4, tp=2, ep=2), "ep2pp2": Layout(shard=2, pp=2, ep=2),
+    "ep2pp2tp2": Layout(shard=2, pp=2, tp=2, ep=2), "ep2ulysses2": Layout(cp=2, ep=2),
+    "ep4ring2": Layout(shard=2, cp=2, method="ring", ep=4),
+    "ep2gather2fsdp2": Layout(shard=2, cp=2, method="allgather", ep=2),
 }  # fmt: skip

@@ -17,9 +17,9 @@ from typing import Any
 
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.stages import num_stages
-from quern.train.parity.layouts import CONTEXT, LAYOUTS, Layout
+from quern.train.parity.layouts import CONTEXT, DEALT, LAYOUTS, Layout
 from quern.train.parity.published import PUBLISHED
-from quern.train.parity.sizes import SIZES, split_sizes
+from quern.train.parity.sizes import CAPACITY, SIZES, split_sizes
 
 __all__ = [
     "FACTORS",
@@ -137,7 +137,7 @@ class Case:
 
     @property
     def on(self) -> Layout:
-        return LAYOUTS.get(self.layout) or CONTEXT[self.layout]
+        return (LAYOUTS | CONTEXT | DEALT)[self.layout]
 
     @property
     def num_stages(self) -> int:
@@ -151,7 +151,7 @@ class Case:
             one_by_one = self.more or self.on.pp > 1 or self.computation.micro_batch == 1
             return self.computation.global_batch // self.on.dp if one_by_one else 1
         if self.schedule is None:
-            return self.computation.global_batch // self.on.dp if self.experts == "capacity" else 3 if self.more else 1
+            return self.computation.global_batch // self.on.dp if self.experts in CAPACITY else 3 if self.more else 1
         if not self.more:
             return self.num_stages
         # schedules with several stages a rank go in rounds of pp
@@ -179,7 +179,7 @@ class Case:
             model["num_layers"] = self.num_stages + (self.sizes != "slim")
         if layout.pp > 1:
             unit = layout.dp * self.accumulate
-            batch = unit * max(1, 12 // unit)
+            batch = unit * (1 if self.experts in CAPACITY else max(1, 12 // unit))
         else:  # with 1 micro-batch and with 3
             unit = 3 * layout.dp
             batch = unit * -(-12 // unit)
@@ -191,7 +191,7 @@ class Case:
             Z_LOSS if self.z_loss else 0.0,
             self.skip,
             self.ramp,
-            micro_batch=1 if self.experts == "capacity" else None,
+            micro_batch=1 if self.experts in CAPACITY else None,
             experts=self.experts,
         )
 
@@ -286,6 +286,18 @@ def sparse() -> list[Case]:
         Case("fsdp2tp2", "selective", experts="global", more=True), Case("pp2tp2", experts="bias", schedule="1f1b"),
         Case("ulysses2", experts="bias"), Case("gather2fsdp2", "full", experts="loss", more=True),
         Case("ring2", "selective", experts="global"), Case("usp2x2tp2", experts="loss"),
+        Case("ep2", experts="eight", more=True), Case("ep2keep", "full", experts="places"),
+        Case("ep4", "selective", experts="empty", more=True, tied=True), Case("ep8", experts="eight", sizes="norm"),
+        Case("ep4node2", "full", experts="eight", more=True), Case("ep8node4", experts="empty"),
+        Case("ep2fsdp2", "full", experts="places"), Case("ep2fsdp2zero1", more=True, experts="eight", skip=1),
+        Case("ep2fsdp3", experts="empty", ramp=True), Case("ep2hsdp2", "selective", experts="eight"),
+        Case("ep2hsdp2x2", experts="empty", more=True), Case("ep2tp2", "full", experts="eight", more=True),
+        Case("ep2fsdp2tp2", experts="empty"), Case("ep2pp2", experts="eight", schedule="1f1b", more=True),
+        Case("ep2pp2", experts="places", schedule="gpipe"), Case("ep2pp2", experts="empty", schedule="zbv_zero_bubble"),
+        Case("ep2pp2", "full", experts="eight", schedule="interleaved_1f1b"),
+        Case("ep2pp2", experts="eight", schedule="dualpipe_v"), Case("ep2pp2tp2", experts="eight", schedule="1f1b"),
+        Case("ep2ulysses2", experts="eight"), Case("ep4ring2", "selective", experts="empty"),
+        Case("ep2gather2fsdp2", "full", experts="eight", more=True),
         *(
             replace(case, sizes="blocks", float8="blockwise", experts="wide")
             for case in (

@@ -112,6 +112,7 @@ def case_config(case: Case, data: str, run_dir: str, device: str = "cpu") -> Tra
         "dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tp, "pp": layout.pp,
         "reshard_after_forward": layout.reshard, "zero": layout.zero, "tp_pieces": case.pieces,
         "cp": layout.cp, "cp_method": layout.method, "ulysses": layout.heads,
+        "ep": layout.ep, "ep_node": layout.node,
     }  # fmt: skip
     if case.schedule is not None:
         parallel["schedule"] = case.schedule

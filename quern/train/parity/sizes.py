@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["EXPERTS", "SIZES", "split_sizes"]
+__all__ = ["CAPACITY", "EXPERTS", "SIZES", "split_sizes"]
 
 #: Nothing divides by the number of ranks that does not have to. ``slim`` leaves ranks without a row of some weights.
 SIZES: dict[str, dict[str, Any]] = {
@@ -19,7 +19,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-#: Keys of ``model.moe``, and of ``experts``. Experts divide by no number of ranks; two ranks divide their widths.
+#: Keys of ``model.moe``, and of ``experts``. Experts divide by no number of ranks, but for ``eight``, ``empty`` (which
+#: has more of them than a call has tokens) and ``places``; two ranks divide their widths.
 #: What is dropped goes by position: equal tokens have equal scores but for rounding, and a tie falls as that does.
 #: ``wide`` ones have a whole block of FP8 on each of two ranks.
 EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -40,12 +41,28 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_experts": 5, "top_k": 2, "ffn_dim": 11, "capacity": 0.8},
         {"balance_loss": 0.3, "balance_over": "micro_batch"},
     ),
+    "eight": (
+        {"num_experts": 8, "top_k": 3, "ffn_dim": 10, "normalize": True, "bias": True, "groups": 4, "top_groups": 2,
+         "shared_ffn_dim": 6},
+        {"bias_rate": 0.01, "balance_loss": 0.3, "z_loss": 0.02},
+    ),
+    "empty": (
+        {"num_experts": 24, "top_k": 1, "ffn_dim": 6, "score": "sigmoid"},
+        {"balance_loss": 0.5, "balance_over": "global"},
+    ),
+    "places": (
+        {"num_experts": 8, "top_k": 2, "ffn_dim": 10, "capacity": 0.8},
+        {"balance_loss": 0.3, "balance_over": "micro_batch"},
+    ),
     "wide": (
         {"num_experts": 5, "top_k": 2, "ffn_dim": 256, "normalize": True, "bias": True, "first_dense": 1,
          "shared_ffn_dim": 256},
         {"bias_rate": 0.01, "balance_loss": 0.3},
     ),
 }  # fmt: skip
+
+#: Those whose result goes by micro-batches.
+CAPACITY = ("capacity", "places")
 
 
 def split_sizes(name: str, tp: int) -> dict[str, Any]:

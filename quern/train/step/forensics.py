@@ -31,7 +31,7 @@ from quern import storage
 from quern.model.loss import IGNORE
 from quern.parallel.clip import Norms
 from quern.parallel.context.inputs import Shared
-from quern.parallel.experts import Routed
+from quern.parallel.experts.loads import Routed
 from quern.train.batches.feed import Origin, StepInputs
 from quern.train.config import ForensicsConfig
 from quern.train.processes.agree import Agreement
@@ -96,7 +96,7 @@ class Seen:
     requested: bool
     """A rank has been asked for it by a signal."""
     loads: Tensor | None
-    """What :meth:`quern.parallel.experts.ExpertLoads.sent` gave."""
+    """What :meth:`quern.parallel.experts.loads.ExpertLoads.sent` gave."""
 
 
 @dataclass

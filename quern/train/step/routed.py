@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quern.parallel.experts import Routed
+from quern.parallel.experts.loads import Routed
 from quern.train.batches.feed import Origin
 
 __all__ = ["as_plain", "counts_of"]

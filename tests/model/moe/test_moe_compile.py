@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.experts import ExpertLoads
+from quern.parallel.experts.loads import ExpertLoads
 from quern.parallel.planning.balancing import Balancing
 
 LAYERS = 10
