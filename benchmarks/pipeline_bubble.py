@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.local import LocalRanks
 from quern.parallel.pipeline import Pipeline, Stage
 from quern.parallel.planning.bubble import bubble

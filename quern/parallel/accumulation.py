@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quern.model.attention import Documents
-from quern.parallel.context.inputs import Shared
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.data import accumulation
 
-__all__ = ["Accumulation", "Inputs", "Runner"]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One micro-batch on the device, as the model takes it."""
-
-    tokens_BL: Tensor
-    targets_BL: Tensor
-    positions_BL: Tensor | None
-    documents: Documents | Shared | None
+__all__ = ["Accumulation", "Runner"]
 
 
 class Runner(Protocol):

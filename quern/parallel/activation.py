@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from quern.parallel.collectives import KEEPING, SUMS_KEPT
+from quern.parallel.tensors.collectives import KEEPING, SUMS_KEPT
 
 __all__ = ["checkpoint_blocks", "kept_operations"]
 

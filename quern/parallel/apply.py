@@ -14,9 +14,10 @@ from quern.model.float8.torchao import Torchao
 from quern.model.moe.layer import MoE
 from quern.model.moe.noting import noting_nothing
 from quern.model.transformer import Block, Transformer
-from quern.parallel.accumulation import Accumulation, Inputs, Runner
+from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.context.attention import share_sequence
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
 from quern.parallel.experts.deal import exchange_tokens, split_experts
 from quern.parallel.experts.loads import ExpertLoads
@@ -28,7 +29,7 @@ from quern.parallel.pipeline import Pipeline, local_view, my_stages
 from quern.parallel.planning.float8 import layers_in_float8, use_float8
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
-from quern.parallel.tensor import split_tensors
+from quern.parallel.tensors.split import split_tensors
 from quern.torch_versions import divide_exactly, keep_order, set_memory_budget
 
 __all__ = ["Parallel", "parallelize"]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quern.model.transformer import Transformer
 from quern.parallel.experts.deal import experts_of
 from quern.parallel.planning.weights import STREAM, dealt_along
-from quern.parallel.tensor import to_local
+from quern.parallel.tensors.weights import to_local
 
 __all__ = ["accumulation", "gradients_in_bf16", "materialise", "replicate", "shard"]
 

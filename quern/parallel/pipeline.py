@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.planning.schedules import SCHEDULES

@@ -16,9 +16,9 @@ from quern.model.config import ModelConfig
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.activation import checkpoint_blocks, kept_operations
 from quern.parallel.apply import parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from support.distributed.storages import LiveStorages

@@ -19,9 +19,10 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel import data
-from quern.parallel.accumulation import Accumulation, Inputs
+from quern.parallel.accumulation import Accumulation
 from quern.parallel.apply import Parallel, parallelize
 from quern.parallel.clip import clip_divisor
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.checkpoint.format.manifest import checkpoint_name

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quern.parallel import collectives
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.parallel.planning.schedules import why_no_split_backward
-from quern.parallel.tensor import split_tensors
+from quern.parallel.tensors.split import split_tensors
 from support.distributed.storages import LiveStorages
 from support.distributed.tensor_case import LENGTH, TOLERANCE, Case, batch_of, build, local, ratio, whole_model
 

@@ -23,8 +23,9 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Accumulation, Inputs
+from quern.parallel.accumulation import Accumulation
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig

@@ -16,8 +16,8 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import local_slice
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 

@@ -24,9 +24,9 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel import collectives
 from quern.parallel.apply import parallelize
-from quern.parallel.collectives import Ranks, gather_multiply
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.tensors.collectives import Ranks, gather_multiply
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case
 from quern.train.parity.run import case_config

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES

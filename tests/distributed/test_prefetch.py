@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 

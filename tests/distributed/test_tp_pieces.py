@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quern.model.float8.delayed import Delayed
 from quern.model.float8.linear import products
 from quern.model.float8.recipe import Recipe
-from quern.parallel.collectives import Ranks, gather_multiply, multiply_scatter
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.tensors.collectives import Ranks, gather_multiply, multiply_scatter
 from support.distributed.tensor_case import Case, build
 
 PRODUCTS = ("mm", "addmm", "_scaled_mm_v2")

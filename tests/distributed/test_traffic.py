@@ -27,10 +27,9 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
 from quern.parallel.context import operator
-from quern.parallel.context.inputs import Sharing
+from quern.parallel.context.inputs import Inputs, Sharing
 from quern.parallel.planning.context import Context, Method
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import AXES, Mesh, MeshPlan, build_mesh

@@ -24,8 +24,8 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.held import Held, held
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh, plan_mesh

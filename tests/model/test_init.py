@@ -179,7 +179,7 @@ def test_every_rank_of_fsdp_over_split_tensors_holds_its_part(fake_world, sizes,
     ranks every third, which are of every shard and every place in tp."""
     from torch.distributed.fsdp import fully_shard
 
-    from quern.parallel.tensor import split_tensors
+    from quern.parallel.tensors.split import split_tensors
 
     shape = ModelConfig(
         num_layers=1, dim=12, num_heads=4, num_kv_heads=kv_heads, head_dim=6, ffn_dim=20, qk_norm=True,
@@ -210,7 +210,7 @@ def test_every_rank_of_fsdp_over_split_tensors_holds_its_part(fake_world, sizes,
 
 
 def test_split_tensors_alone_are_cut_without_a_message(fake_world):
-    from quern.parallel.tensor import split_tensors
+    from quern.parallel.tensors.split import split_tensors
 
     shape = ModelConfig(num_layers=1, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=20, vocab_multiple=4).shape(43)
     for rank in range(4):

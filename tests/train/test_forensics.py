@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Inputs
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.step.sequences import PIECES, cut, piece_tokens

@@ -25,8 +25,8 @@ from quern.errors import InputError
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.host_masters import _master
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import build_mesh

@@ -15,7 +15,7 @@ import torch
 
 from quern.errors import InputError
 from quern.model.loss import IGNORE
-from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Inputs
 from quern.train.processes.ranks import Ranks
 from quern.train.step import by_rank, figures
 from quern.train.step.by_rank import RankFigures

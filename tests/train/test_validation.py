@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.parallel.accumulation import Inputs
+from quern.parallel.context.inputs import Inputs
 from quern.train.batches.loader import IGNORE
 from quern.train.processes.ranks import Ranks
 from quern.train.step.validation import TOGETHER, Validator, open_held_out

@@ -12,8 +12,8 @@ from quern.model.float8.quantise import Quantised
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 

@@ -1,4 +1,6 @@
-"""Cuts a rank's tokens out of a micro-batch, and tells attention which keys its queries attend to."""
+"""Micro-batches as a model takes them: cuts a rank's tokens out of one, and tells attention which keys its queries
+attend to.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from quern.parallel.planning.segments import (
     tokens_of,
 )
 
-__all__ = ["Shared", "Sharing"]
+__all__ = ["Inputs", "Shared", "Sharing"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch on the device, as the model takes it."""
+
+    tokens_BL: Tensor
+    targets_BL: Tensor
+    positions_BL: Tensor | None
+    documents: Documents | Shared | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from quern.model.moe.layer import MoE
 from quern.model.transformer import Transformer
 from quern.parallel.experts.exchange import Compute, Exchange, Places, Swiglu
 from quern.parallel.planning.mesh import Mesh
-from quern.parallel.tensor import split, to_local
+from quern.parallel.tensors.weights import split, to_local
 
 __all__ = ["exchange_tokens", "experts_of", "split_experts"]
 

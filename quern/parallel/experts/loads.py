@@ -21,8 +21,7 @@ from quern.model.moe.layer import MoE
 from quern.model.moe.noting import FIGURES, listen, note_routing
 from quern.model.moe.routing import Routing
 from quern.model.transformer import Block, Transformer
-from quern.parallel.accumulation import Inputs
-from quern.parallel.context.inputs import Shared
+from quern.parallel.context.inputs import Inputs, Shared
 from quern.parallel.planning.balancing import Balancing
 
 __all__ = ["SUMMARY", "ExpertLoads", "Routed"]

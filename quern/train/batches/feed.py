@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from quern.model.attention import Documents
-from quern.parallel.accumulation import Inputs
-from quern.parallel.context.inputs import Sharing
+from quern.parallel.context.inputs import Inputs, Sharing
 from quern.train.batches.loader import Loader, MicroBatch, StepBatch
 
 __all__ = ["Feed", "Origin", "StepInputs", "to_device"]

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from quern.errors import InputError
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel
 from quern.parallel.clip import local_part
+from quern.parallel.context.inputs import Inputs
 from quern.parallel.planning.mesh import MeshPlan
 from quern.torch_versions import fsdp_groups
 from quern.train.batches.feed import StepInputs

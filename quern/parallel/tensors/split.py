@@ -15,7 +15,6 @@ The model's seams are replaced on the instance; its modules and their names are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +22,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from quern.errors import InputError
 from quern.model.config import ModelShape
 from quern.model.loss import chunked_cross_entropy
 from quern.model.moe.layer import MoE
 from quern.model.transformer import Attention, Block, FeedForward, Linear, Transformer
-from quern.parallel.collectives import Ranks, gather, gather_multiply, multiply_scatter, sum_scatter
+from quern.parallel.tensors.collectives import Ranks, gather, gather_multiply, multiply_scatter, sum_scatter
+from quern.parallel.tensors.weights import split, to_local
 
-__all__ = ["split", "split_tensors", "to_local"]
+__all__ = ["split_tensors"]
 
 
 def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = False, pieces: int = 1) -> None:
@@ -198,24 +197,8 @@ def _shard(module: Linear | nn.Embedding, dim: int, mesh: DeviceMesh) -> None:
     module.weight = split(module.weight, [dim], mesh)
 
 
-def split(weight: Tensor, dims: Sequence[int], mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's equal part of a whole weight, which every axis of the mesh splits along one of ``dims``."""
-    whole = part = weight.detach()
-    for axis, dim in enumerate(dims):
-        part = part.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
-    part = part.clone(memory_format=torch.contiguous_format)
-    placements = [Shard(dim) for dim in dims]
-    made = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    return nn.Parameter(made, requires_grad=weight.requires_grad)
-
-
 def _local(module: Linear | nn.Embedding) -> Tensor:
     return to_local(module.weight)
-
-
-def to_local(weight: Tensor) -> Tensor:
-    """What this rank holds, gathered by FSDP2 where there is one; with gradient."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _overlap(mesh: DeviceMesh) -> None:

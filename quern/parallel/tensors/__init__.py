@@ -1,0 +1,1 @@
+"""Tensor parallelism: splits matrices over ranks, and gathers and scatters what is between them."""
