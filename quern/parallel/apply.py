@@ -115,7 +115,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             # before all that must see local shapes
             split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
         if mesh.expert_groups:
-            exchange_tokens(part, mesh)
+            exchange_tokens(part, mesh, float8=layout.ep_float8)
         if mesh.context_groups:
             share_sequence(part, layout.seq_len, mesh.context("heads"), mesh.context("shards"), layout.context.ring)
         if loads is not None:

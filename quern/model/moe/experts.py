@@ -6,6 +6,8 @@ of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,13 +32,16 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
 
-    def forward(self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """For each token the sum of its experts' results times their weights, [T, D]; ``sent_TK`` E = to no expert."""
-        return self.multiply(x_TD, sent_TK, weights_TK, self.w1, self.w2, self.w3)
+    def forward(
+        self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        """For each token the sum of its experts' results times their weights, [T, D]; ``sent_TK`` E = to no expert.
+        ``meanwhile`` is called once, where tokens travel while they do."""
+        return self.multiply(x_TD, sent_TK, weights_TK, self.w1, self.w2, self.w3, meanwhile=meanwhile)
 
     def multiply(
         self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor,
-        assigned: int | None = None,
+        *, assigned: int | None = None, meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:  # fmt: skip
         """The same with these weights, which may be a part of the experts, or of each one's width. ``assigned``: how
         many assignments are to an expert, where the host knows it."""
@@ -48,7 +53,10 @@ class Experts(nn.Module):
         there_TK = sent_TK < num_experts if self.drops or assigned is not None else None
         x_AD = spread(x_TD, place_A // top_k, row_TK, there_TK)
         y_AD = self.swiglu(x_AD, ends_E.to(torch.int32), w1_EFD, w2_EDF, w3_EFD)
-        return weighted(y_AD, weights_TK, place_A, row_TK, there_TK).to(x_TD.dtype)
+        y_TD = weighted(y_AD, weights_TK, place_A, row_TK, there_TK).to(x_TD.dtype)
+        if meanwhile is not None:
+            meanwhile()
+        return y_TD
 
     def swiglu(self, x_AD: Tensor, ends_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
         """Of rows that are sorted by expert, [A, D]; those after the last end hold anything, and so do their

@@ -42,7 +42,7 @@ class MoE(nn.Module):
         self.router = Gate(dim, moe.num_experts)
         self.register_buffer("bias", torch.zeros(moe.num_experts) if moe.bias else None)
         self.experts = Experts(moe.num_experts, dim, moe.ffn_dim, drops=moe.capacity is not None)
-        """Called with (x_TD, sent_TK, weights_TK); a layout may replace it."""
+        """Called with (x_TD, sent_TK, weights_TK, meanwhile); a layout may replace it."""
         self.shared = shared
         self.shared_gate = Gate(dim, 1) if moe.shared_gate else None
         self.on_routing: Callable[[Routing], None] | None = None
@@ -53,13 +53,18 @@ class MoE(nn.Module):
         found = self.route(x_TD)
         if self.on_routing is not None:
             self.on_routing(found)
-        y_BLD: Tensor = self.experts(x_TD, found.sent_TK, found.weights_TK).view(x_BLD.shape)
-        if self.shared is None:
-            return y_BLD
+        shared: list[Tensor] = []
+        meanwhile = None if self.shared is None else lambda: shared.append(self.share(x_BLD))
+        y_BLD: Tensor = self.experts(x_TD, found.sent_TK, found.weights_TK, meanwhile).view(x_BLD.shape)
+        return y_BLD + shared[0] if shared else y_BLD
+
+    def share(self, x_BLD: Tensor) -> Tensor:
+        """What the shared experts give."""
+        assert self.shared is not None
         shared_BLD: Tensor = self.shared(x_BLD)
-        if self.shared_gate is not None:
-            shared_BLD = shared_BLD * self.shared_gate(x_BLD).sigmoid().to(x_BLD.dtype)
-        return y_BLD + shared_BLD
+        if self.shared_gate is None:
+            return shared_BLD
+        return shared_BLD * self.shared_gate(x_BLD).sigmoid().to(x_BLD.dtype)
 
     def route(self, x_TD: Tensor) -> Routing:
         """Experts and weights of each token; a layout that deals tokens or experts out may replace it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quern.model.moe.experts import Experts
 from quern.model.moe.layer import MoE
 from quern.model.transformer import Transformer
-from quern.parallel.experts.exchange import Compute, Exchange, Places, Swiglu
+from quern.parallel.experts.exchange import Compute, Exchange, Places
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.tensors.weights import split, to_local
 
@@ -37,37 +37,47 @@ def split_experts(part: Transformer, mesh: DeviceMesh) -> None:
             setattr(experts, name, split(getattr(experts, name), dims, mesh))
 
 
-def exchange_tokens(part: Transformer, mesh: Mesh) -> None:
-    """Tokens travel to the ranks of ``ep`` that hold their experts, once their weights are split. In place."""
+def exchange_tokens(part: Transformer, mesh: Mesh, *, float8: bool = False) -> None:
+    """Tokens travel to the ranks of ``ep`` that hold their experts, once their weights are split; in FP8 with
+    ``float8``. In place."""
     moe = part.shape.moe
     assert moe is not None
-    groups, held = [], moe.num_experts // mesh.plan.ep
+    stages, held = [], moe.num_experts // mesh.plan.ep
     for group in reversed(mesh.expert_groups):  # the innermost first
-        groups.append((group.group_name, dist.get_world_size(group), held))
-        held *= groups[-1][1]
+        stages.append((group.group_name, dist.get_world_size(group), held))
+        held *= stages[-1][1]
     for experts in experts_of(part):
-        if moe.limit is None:
-            experts.multiply = partial(_multiply, experts, groups)  # type: ignore[method-assign]
-        else:
-            ((name, ranks, own),) = groups
-            experts.multiply = partial(_in_places, experts, name, ranks, own, moe.limit)  # type: ignore[method-assign]
+        experts.multiply = _Dealt(experts, stages, moe.limit, float8).multiply  # type: ignore[assignment, method-assign]
 
 
-def _multiply(
-    experts: Experts, groups: Sequence[tuple[str, int, int]], x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor,
-    *weights: Tensor,
-) -> Tensor:  # fmt: skip
-    w1, w2, w3 = map(to_local, weights)
-    compute: Compute = lambda x, sent, by, assigned: Experts.multiply(experts, x, sent, by, w1, w2, w3, assigned)  # noqa: E731
-    for name, ranks, held in groups:
-        compute = Exchange(name, ranks, held, compute)
-    return compute(x_TD, sent_TK, weights_TK, None)
+@dataclass(frozen=True, eq=False)
+class _Dealt:
+    """Of one layer."""
 
+    experts: Experts
+    stages: Sequence[tuple[str, int, int]]
+    """Of each the group, its ranks, and experts of each, the innermost first."""
+    limit: tuple[int, int] | None
+    float8: bool
 
-def _in_places(
-    experts: Experts, group: str, ranks: int, held: int, limit: tuple[int, int], x_TD: Tensor, sent_TK: Tensor,
-    weights_TK: Tensor, *weights: Tensor,
-) -> Tensor:  # fmt: skip
-    w1, w2, w3 = map(to_local, weights)
-    swiglu: Swiglu = lambda x, ends: experts.swiglu(x, ends, w1, w2, w3)  # noqa: E731
-    return Places(group, ranks, held, limit, swiglu)(x_TD, sent_TK, weights_TK)
+    def multiply(
+        self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, *weights: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """In place of :meth:`.Experts.multiply`, with the weights of this rank."""
+        w1, w2, w3 = map(to_local, weights)
+
+        def swiglu(x_AD: Tensor, ends_E: Tensor) -> Tensor:
+            return self.experts.swiglu(x_AD, ends_E, w1, w2, w3)
+
+        def here(x_MD: Tensor, sent_MK: Tensor, weights_MK: Tensor, assigned: int | None) -> Tensor:
+            return Experts.multiply(self.experts, x_MD, sent_MK, weights_MK, w1, w2, w3, assigned=assigned)
+
+        if self.limit is not None:
+            ((group, ranks, held),) = self.stages
+            places = Places(group, ranks, held, self.limit, swiglu, self.float8)
+            return places(x_TD, sent_TK, weights_TK, meanwhile)
+        compute: Compute = here
+        for group, ranks, held in self.stages[:-1]:
+            compute = Exchange(group, ranks, held, compute, self.float8)
+        return Exchange(*self.stages[-1], compute, self.float8)(x_TD, sent_TK, weights_TK, meanwhile=meanwhile)

@@ -14,19 +14,17 @@ rank, C places of an expert, D model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quern.model.moe.rows import spread, summed, weighted
+from quern.parallel.experts.travel import Journey, all_to_all
 
 __all__ = ["Compute", "Exchange", "Places", "Swiglu"]
-
-_travel = torch.ops._c10d_functional.all_to_all_single
-_wait = torch.ops._c10d_functional.wait_tensor
 
 
 class Compute(Protocol):
@@ -46,16 +44,22 @@ class Exchange:
     """Of each of them."""
     compute: Compute
     """What is done where the rows arrive, with numbers of experts from 0 on."""
+    float8: bool = False
+    """Whether tokens travel to experts in FP8."""
 
-    def __call__(self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, assigned: int | None = None, /) -> Tensor:
-        """[T, D]; ``sent_TK`` of all experts, with one number too many for none. Collective."""
+    def __call__(
+        self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, assigned: int | None = None, /,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, D]; ``sent_TK`` of all experts, with one number too many for none. ``meanwhile`` is called while tokens
+        are under way. Collective."""
         rank_TK = sent_TK // self.experts  # R: to none
         goes_RT = rank_TK.new_zeros(self.ranks + 1, len(rank_TK), dtype=torch.bool)
         goes_RT = goes_RT.scatter_(0, rank_TK.T, True)[: self.ranks]
         assigned_R = (rank_TK.flatten()[None] == torch.arange(self.ranks, device=rank_TK.device)[:, None]).sum(dim=1)
         counts_R2 = torch.stack((goes_RT.sum(dim=1), assigned_R), dim=1)
         even = [1] * self.ranks
-        arriving_R2 = _wait(_travel(counts_R2, even, even, self.group))
+        arriving_R2 = torch.ops._c10d_functional.wait_tensor(all_to_all(counts_R2, even, even, self.group))
         (leaving, _), (arriving, coming) = torch.stack((counts_R2, arriving_R2)).transpose(1, 2).tolist()
 
         # rows by rank, and by token within: the n-th is where the running count of those that go reaches n
@@ -71,13 +75,16 @@ class Exchange:
         sent_NK = (sent_TK[token_N] - rank_N[:, None] * self.experts).where(own_NK, self.experts)
         weights_NK = spread(weights_TK, token_N, row_TK, first_TK).where(own_NK, 0)
         told_NK = torch.cat((weights_NK, sent_NK.to(weights_NK.dtype)), dim=1)  # in one message: whole numbers
-        x_MD, told_MK = (
-            _Exchanged.apply(rows, leaving, arriving, self.group)
-            for rows in (spread(x_TD, token_N, row_TK, first_TK), told_NK)
-        )
+        way = Journey(leaving, arriving, self.group, float8=self.float8)
+        telling = Journey(leaving, arriving, self.group)
+        link_MD = way.start(spread(x_TD, token_N, row_TK, first_TK))
+        link_MK = telling.start(told_NK)
+        if meanwhile is not None:
+            meanwhile()
+        x_MD, told_MK = way.end(link_MD), telling.end(link_MK)
         weights_MK, sent_MK = told_MK.chunk(2, dim=1)
         y_MD = self.compute(x_MD, sent_MK.to(torch.int64), weights_MK, sum(coming))
-        y_ND = cast(Tensor, _Exchanged.apply(y_MD, arriving, leaving, self.group))
+        y_ND = Journey(arriving, leaving, self.group).whole(y_MD)
         return summed(y_ND, token_N, row_TK, first_TK).to(x_TD.dtype)
 
 
@@ -99,8 +106,11 @@ class Places:
     limit: tuple[int, int]
     """Places of an expert for one token, numerator and denominator; to be rounded up for all of a call."""
     swiglu: Swiglu
+    float8: bool = False
 
-    def __call__(self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         """[T, D]. Collective."""
         total, places = self.ranks * self.experts, -(-len(sent_TK) * self.limit[0] // self.limit[1])
         there_TK, rows = sent_TK < total, total * places
@@ -114,24 +124,13 @@ class Places:
         x_AD = spread(x_TD, place_A // sent_TK.shape[1], row_TK, there_TK).where(filled_A1, 0)
 
         even, by_rank = [self.experts * places] * self.ranks, (self.ranks, self.experts, places)
-        x_AD = cast(Tensor, _Exchanged.apply(x_AD, even, even, self.group))
-        x_AD = x_AD.unflatten(0, by_rank).transpose(0, 1).flatten(0, 2)
+        way = Journey(even, even, self.group, float8=self.float8)
+        link_AD = way.start(x_AD)
+        if meanwhile is not None:
+            meanwhile()
+        x_AD = way.end(link_AD).unflatten(0, by_rank).transpose(0, 1).flatten(0, 2)
         ends_E = torch.arange(1, self.experts + 1, device=order_S.device, dtype=torch.int32) * (self.ranks * places)
         y_AD = self.swiglu(x_AD, ends_E)
         y_AD = y_AD.unflatten(0, (self.experts, self.ranks, places)).transpose(0, 1).flatten(0, 2)
-        y_AD = cast(Tensor, _Exchanged.apply(y_AD, even, even, self.group)).where(filled_A1, 0)
+        y_AD = Journey(even, even, self.group).whole(y_AD).where(filled_A1, 0)
         return weighted(y_AD, weights_TK, place_A, row_TK, there_TK).to(x_TD.dtype)
-
-
-class _Exchanged(torch.autograd.Function):
-    """Rows in the order of ranks to these ranks, ``leaving`` so many, against those that are ``arriving``."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: str) -> Tensor:
-        ctx.told = arriving, leaving, group
-        return cast(Tensor, _wait(_travel(x_ND.contiguous(), arriving, leaving, group)))
-
-    @staticmethod
-    def backward(ctx: Any, grad_MD: Tensor) -> Any:
-        leaving, arriving, group = ctx.told
-        return _wait(_travel(grad_MD.contiguous(), arriving, leaving, group)), None, None, None

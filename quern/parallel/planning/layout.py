@@ -57,6 +57,8 @@ class Layout:
     """Of experts."""
     ep_node: int | None = None
     """Of the ranks of ``ep`` those on one node, to which a token travels once."""
+    ep_float8: bool = False
+    """Tokens travel to experts in FP8."""
     context: Context = field(default_factory=Context)
     """How the ranks of ``cp`` share a sequence."""
     micro_batch: int = 1

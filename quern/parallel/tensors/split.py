@@ -15,6 +15,7 @@ The model's seams are replaced on the instance; its modules and their names are 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,11 +112,14 @@ def _split_experts(moe: MoE, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> Non
     if isinstance(moe.shared, FeedForward):
         _split_feed_forward(moe.shared, mesh, ranks, pieces)
 
-    def forward(x_tD: Tensor, sent_tK: Tensor, weights_tK: Tensor) -> Tensor:
+    def forward(
+        x_tD: Tensor, sent_tK: Tensor, weights_tK: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         told_tK = torch.cat((weights_tK, sent_tK.to(weights_tK.dtype)), dim=1)  # both in one message: whole numbers
         weights_TK, sent_TK = gather(told_tK[None], ranks)[0].chunk(2, dim=1)
         w1, w2, w3 = map(to_local, (experts.w1, experts.w2, experts.w3))
-        part_TD = experts.multiply(gather(x_tD[None], ranks)[0], sent_TK.to(torch.int64), weights_TK, w1, w2, w3)
+        x_TD = gather(x_tD[None], ranks)[0]
+        part_TD = experts.multiply(x_TD, sent_TK.to(torch.int64), weights_TK, w1, w2, w3, meanwhile=meanwhile)
         return sum_scatter(part_TD[None], ranks)[0]
 
     experts.forward = forward  # type: ignore[assignment, method-assign]

@@ -18,7 +18,13 @@ __all__ = ["ParallelConfig"]
 class ParallelConfig(Section):
     """Mesh sizes and how they are used. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
 
-    later: ClassVar[Mapping[str, Any]] = {"tp_pieces": 1, "cp_method": "ulysses", "ulysses": None, "ep_node": None}
+    later: ClassVar[Mapping[str, Any]] = {
+        "tp_pieces": 1,
+        "cp_method": "ulysses",
+        "ulysses": None,
+        "ep_node": None,
+        "ep_float8": False,
+    }
     dp_replicate: Count = 1
     """[ranks] Copies of the model, kept equal by DDP, or by HSDP with ``dp_shard``."""
     dp_shard: Count | None = None
@@ -64,6 +70,9 @@ class ParallelConfig(Section):
     ep_node: Count | None = None
     """[ranks] Of ``ep`` on one node: a token travels once to each node that has an expert of it, and from there to
     ranks of the node. Null = once to each rank. Example: 8"""
+    ep_float8: bool = False
+    """Tokens travel to experts in FP8 (E4M3 with a scale for each 128 values), half the bytes of bf16. What experts
+    give, and gradients, travel in the dtype of activations."""
     zero: Literal[1, 2, 3] | None = None
     """How FSDP2 shards, by ZeRO's stages, in place of ``reshard_after_forward``: 3 is true, 2 is false, and 1 is false
     with gradients that stay whole until a step's last micro-batch and are scattered once. In a pipeline, which keeps
@@ -72,6 +81,8 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _available(self) -> Self:
         self._sharing()
+        if self.ep_float8 and self.ep == 1:
+            raise ValueError("ep_float8: changes nothing where no token travels to experts; expected ep > 1 with it")
         within = [size for size in range(2, self.ep) if self.ep % size == 0]
         if self.ep_node is not None and self.ep_node not in within:
             sizes = ", ".join(map(str, within)) or "null, as there is none"
