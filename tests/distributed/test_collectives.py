@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quern.parallel import collectives
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.parallel.planning.schedules import why_no_split_backward
+from quern.parallel.tensors import collectives
 from quern.parallel.tensors.split import split_tensors
 from support.distributed.storages import LiveStorages
 from support.distributed.tensor_case import LENGTH, TOLERANCE, Case, batch_of, build, local, ratio, whole_model

@@ -22,10 +22,10 @@ from quern.model.float8.linear import products
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel import collectives
 from quern.parallel.apply import parallelize
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.tensors import collectives
 from quern.parallel.tensors.collectives import Ranks, gather_multiply
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quern.errors import InputError
 from quern.model.loss import IGNORE
-from quern.parallel import collectives
 from quern.parallel.data import accumulation
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.tensors import collectives
 from quern.parallel.tensors.split import split_tensors
 from support.distributed.tensor_case import TOLERANCE, Case, batch_of, build, documents_of, local, ratio, whole_model
 from support.distributed.watch import Floats
