@@ -35,6 +35,7 @@ from quern.train.step.guard import Guard, Health
 from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
 from quern.train.step.optimizer import Optimizer
 from quern.train.step.optimizer import step as update
+from quern.train.step.placement import Placement
 from quern.train.step.precision import LossScale, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import learning_rate, share_after_spikes
@@ -96,6 +97,7 @@ class Trainer(Closes):
     saves: CheckpointScheduler = field(init=False)
     replicas: Replicas = field(init=False)
     recomputation: Recomputation = field(init=False)
+    placement: Placement = field(init=False)
     _mark: Mark = field(init=False)  # since when a step's time runs
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ class Trainer(Closes):
         interval, held = self.config.replicas.interval, replace(self.parallel.gradients, model=self.parallel.weights)
         self.replicas = Replicas(interval, held, self.optimizer, self.ranks, self.start.step)
         self.recomputation = Recomputation(self.config, self.parallel, self.loss_scale, self.ranks, self.start.step)
+        self.placement = Placement(self.parallel, self.optimizer, self.ledger)
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
     def fit(self) -> None:
@@ -222,6 +225,7 @@ class Trainer(Closes):
         self.saves.wait_staged()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip, self._divisor)
+        self.placement.follow(step + 1)
         self._tokens += self._sequences(step) * self.config.seq_len
         self.done = step + 1
 

@@ -63,6 +63,8 @@ class ExpertLoads:
         """[layers with experts, E + 3], of this step: of this rank, and once :meth:`update` was called of all."""
         self.last = torch.zeros(len(self.layers), shape.moe.num_experts, dtype=torch.float64, device=device)
         """[layers with experts, E]: counts of the last step whose update was applied."""
+        self.since = torch.zeros_like(self.last)
+        """[layers with experts, E]: counts of the steps since experts were placed, where they are."""
         self.factor = torch.zeros((), dtype=torch.float64, device=device)
         self._biases: dict[int, nn.Module] = {}
         self._part = part
@@ -117,6 +119,8 @@ class ExpertLoads:
         counts_NE = self.noted[:, : self.moe.num_experts]
         applied = torch.ones_like(self.factor) if skip is None else 1 - skip.to(self.factor.dtype)
         self.last.copy_(torch.where(applied > 0, counts_NE, self.last))
+        if self.balancing.place_interval is not None:
+            self.since += counts_NE
         if self.balancing.bias_rate == 0:
             return
         # whole numbers, compared without rounding
@@ -151,12 +155,15 @@ class ExpertLoads:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs beside the biases, which are the model's; empty where that is nothing."""
-        return {"last": self.last} if self.balancing.balance_over == "global" and self.balancing.balance_loss else {}
+        globally = self.balancing.balance_over == "global" and self.balancing.balance_loss
+        kept = {"last": self.last} if globally else {}
+        return kept if self.balancing.place_interval is None else kept | {"since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """What :meth:`state_dict` gave; without it, or of other layers, the first step's shares are even."""
-        if "last" in state and state["last"].shape == self.last.shape:
-            self.last.copy_(state["last"])
+        for name, own in (("last", self.last), ("since", self.since)):
+            if name in state and state[name].shape == own.shape:
+                own.copy_(state[name])
 
 
 @dataclass(frozen=True, eq=False)

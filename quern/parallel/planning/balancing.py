@@ -21,3 +21,4 @@ class Balancing:
     z_loss: float = 0.0
     bias_rate: float = 0.0
     center_bias: bool = False
+    place_interval: int | None = None

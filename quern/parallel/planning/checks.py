@@ -119,6 +119,12 @@ def _experts(shape: ModelShape, layout: Layout) -> None:
             f"parallel.reshard_after_forward: expected true or false with ep {plan.ep}, whose ranks hold other experts "
             f"each, got {layout.reshard_after_forward}"
         )
+    for key, wrong in (("parallel.ep", plan.ep == 1), ("optimizer.state device", layout.host_state)):
+        if layout.balancing.place_interval is not None and wrong:
+            raise InputError(
+                f"experts.place_interval: evens the loads of ranks, on the device; expected {key} "
+                f"{'above 1 ' * (plan.ep == 1)}with it, or null"
+            )
     if layout.ep_node is not None and shape.moe.capacity is not None:
         raise InputError("parallel.ep_node: expected null with model.moe.capacity, whose places travel in one stage")
     for key, given, why in (

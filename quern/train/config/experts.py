@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from quern.config import Section
 from quern.model.moe.config import MoEShape
 from quern.parallel.planning.balancing import Balancing, Over
+from quern.train.config.numbers import Count
 
 __all__ = ["ExpertsConfig", "OwnUpdateConfig"]
 
@@ -42,6 +43,10 @@ class ExpertsConfig(Section):
     the mean of its layer, and falls if more (Wang et al. 2024: 0.001)."""
     center_bias: bool = False
     """Subtract the mean of a layer's biases after each update, which changes no choice; the paper does not."""
+    place_interval: Count | None = None
+    """[steps] With ``parallel.ep``: after every so many, experts are placed anew, so that ranks have even loads by what
+    these steps gave each: experts get other numbers, which the ledger tells, and the model stays what it is. Null =
+    never. Example: 1000"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -34,7 +34,18 @@ REPORT_FILE = "report.html"
 #: Rows of the table of the run's course, and of that of what happened.
 _COURSE, _ROWS = 12, 200
 #: Kinds of the ledger's lines that tell what happened.
-_TOLD = {*MOVES, *UNHEALTHY, "stopped", "end", "checkpoint_failed", "back", "corrupt", "straggler", "slow_links"}
+_TOLD = {
+    *MOVES,
+    *UNHEALTHY,
+    "stopped",
+    "end",
+    "checkpoint_failed",
+    "back",
+    "corrupt",
+    "straggler",
+    "slow_links",
+    "placement",
+}
 #: The table of the course: of a stretch's values of a column what is told, to how many digits; -3: significant ones.
 _COLUMNS: Mapping[str, tuple[str, Callable[[np.ndarray], Any], int]] = {
     "tokens": ("tokens", itemgetter(-1), 0), "loss, mean": ("loss", np.nanmean, 4), "least": ("loss", np.nanmin, 4),
