@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -137,7 +137,7 @@ class _Progress:
             "damage_left_out": read_log.damage_left_out,
             "unreadable_dates": read_log.unreadable_dates,
             "unreadable_urls": read_log.unreadable_urls,
-            **({"range": read_log.edges.to_dict()} if read_log.edges is not None else {}),
+            **({"range": asdict(read_log.edges)} if read_log.edges is not None else {}),
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),
         }

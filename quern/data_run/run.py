@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -92,7 +93,7 @@ def run_resolved(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> d
                     )  # fmt: skip
                     progress.end_phase()
                 inputs = pages.inputs_digest(partitions)
-                stats = _write_stats_and_report(config, result, tokens.to_dict()["sources"])
+                stats = _write_stats_and_report(config, result, asdict(tokens)["sources"])
                 directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
                 return stats
 

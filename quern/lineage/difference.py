@@ -8,8 +8,8 @@ comparison that ends before the texts do says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["MAX_CHARS", "MAX_EDITS", "MAX_WORDS", "DiffPiece", "Difference", "difference"]
 
@@ -56,10 +56,6 @@ class Difference:
     """Every word of both was compared. If not, the counts are of what was, or at most (:data:`MAX_EDITS`)."""
     pieces: tuple[DiffPiece, ...]
     """The first :data:`MAX_PIECES`; none if every word is the same."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def difference(removed: str, kept: str) -> Difference:

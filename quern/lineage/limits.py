@@ -16,10 +16,6 @@ class Limit:
     least: float | None = None
     most: float | None = None
 
-    def to_dict(self) -> dict[str, float | None]:
-        """Plain data."""
-        return {"least": self.least, "most": self.most}
-
 
 #: Measurement → (least, most): keys of the section that is named like the measurement's family.
 _QUALITY = {

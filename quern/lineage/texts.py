@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Any, Literal, Protocol, Self, get_args
 
 import pyarrow as pa
@@ -230,10 +229,8 @@ class _Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     def add(self, rows: pa.Table) -> None:
         if self._rows is None:

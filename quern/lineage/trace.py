@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,7 @@ def _measures(run: str, row: Mapping[str, Any]) -> dict[str, Any]:
                 "name": name,
                 "value": row[name],
                 "failed": name in failed,
-                "limit": None if limit is None else limit.to_dict(),
+                "limit": None if limit is None else asdict(limit),
             }
         )
     return {"measures": found, "rules": rules_of(config)}
@@ -292,7 +293,7 @@ def _evidence(decision: Mapping[str, Any]) -> dict[str, Any]:
 
 def _difference(removed: str | None, kept: str | None) -> dict[str, Any] | None:
     """None where one of the texts is not there any more."""
-    return None if removed is None or kept is None else difference(removed, kept).to_dict()
+    return None if removed is None or kept is None else asdict(difference(removed, kept))
 
 
 def _span(lineage: IndexedRun, spans: Any, index: int) -> dict[str, Any]:

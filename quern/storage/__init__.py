@@ -55,6 +55,7 @@ __all__ = [
     "read_bytes",
     "read_json",
     "read_range",
+    "reading",
     "remove",
     "remove_tree",
     "sha256",
@@ -192,14 +193,23 @@ def read_range(path: str, start: int, end: int) -> bytes:
         return file.read(end - start)
 
 
-def read_json(path: str) -> Any:
-    """A JSON file; an unreadable one is an :class:`InputError` that names it."""
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """In the block only this file is read; one that cannot be is an :class:`InputError` that names it."""
     try:
-        return json.loads(read_bytes(path))
+        yield
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def read_json(path: str) -> Any:
+    """A JSON file; an unreadable one is an :class:`InputError` that names it."""
+    with reading(path):
+        data = read_bytes(path)
+    try:
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
 

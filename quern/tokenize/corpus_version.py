@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, version_entry
 
-__all__ = ["Listed", "check_version", "fields", "inside", "read_listed", "read_version"]
+__all__ = ["Listed", "check_version", "fields", "inside", "read_listed", "read_streams", "read_version"]
 
 #: What a reader needs of VERSION.json, of a source in it, of a manifest, of a shard in that.
 _VERSION = {"version": int, "sources": dict, "encoding.ranks": str}
@@ -22,6 +23,7 @@ _SHARD = {
 }
 #: What both VERSION.json and a manifest say of a shard.
 _AGREED = ("bin", "spans", "sha256", "spans_sha256", "tokens", "documents")
+_STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def fields(path: str, value: Any, kinds: Mapping[str, type], below: str = "") ->
         here = value
         for name in dotted.split("."):
             here = here.get(name) if isinstance(here, dict) else None
-        if not isinstance(here, kind):
+        if type(here) is not kind:  # true is no integer
             expected = {dict: "a mapping", list: "a list", int: "an integer", str: "text"}[kind]
             raise InputError(f"{path}: {below}{dotted}: expected {expected}, got {here!r:.60}")
         found[dotted] = here
@@ -79,6 +81,20 @@ def check_version(path: str, record: Any) -> dict[str, Any]:
     for source in version["sources"]:
         inside(path, "sources", source, folders=False)
     return dict(record)
+
+
+def read_streams(tokens: str) -> dict[str, Any]:
+    """What ``VERSION.json`` of the folder ``tokens`` says of each stream, a source or the held-out documents of one.
+
+    Raises:
+        InputError: it is missing, or a name is not that of a stream.
+    """
+    path = storage.join(tokens, VERSION_FILE)
+    streams: dict[str, Any] = fields(path, storage.read_json(path), {"sources": dict})["sources"]
+    for name in streams:
+        if not _STREAM.fullmatch(name):
+            raise InputError(f"{path}: sources: expected <source> or <source>.val, got {name!r:.99}")
+    return streams
 
 
 def read_listed(tokens: str, version: Mapping[str, Any], source: str) -> Listed:

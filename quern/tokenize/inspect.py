@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from quern import storage
@@ -54,10 +54,6 @@ class Inspection:
     """URL, input file and record of the page, its time as ISO 8601; None when no verdicts are beside the tokens."""
     no_page: str | None = None
     """Why ``page`` is None, where its verdict should be there."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:

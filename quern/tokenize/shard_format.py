@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +26,8 @@ __all__ = [
     "VERSION_FILE",
     "ShardInfo",
     "ShardWriter",
+    "first_version",
+    "manifest_of",
     "shard_name",
     "spans_file",
     "version_entry",
@@ -64,10 +66,6 @@ class ShardInfo:
     """Place key of the first document, 16 hex digits."""
     last_key: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, as it stands in the manifest."""
-        return asdict(self)
-
 
 def version_entry(folder: str, manifest: str, manifest_sha256: str, shards: Iterable[ShardInfo]) -> dict[str, Any]:
     """What VERSION.json says of one source; paths are below ``tokens/``."""
@@ -89,6 +87,17 @@ def version_entry(folder: str, manifest: str, manifest_sha256: str, shards: Iter
         "documents": sum(entry["documents"] for entry in entries),
         "shards": entries,
     }
+
+
+def manifest_of(shards: Sequence[ShardInfo], **told: Any) -> dict[str, Any]:
+    """The manifest of a source's shards, with what is ``told`` of it besides."""
+    tokens, documents = (sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents"))
+    return {**told, "tokens": tokens, "documents": documents, "shards": list(map(asdict, shards))}
+
+
+def first_version(encoding: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[str, Any]:
+    """``VERSION.json`` of a new corpus. ``sources``: each stream's :func:`version_entry`."""
+    return {"version": 1, "parent": None, "kind": "initial", "encoding": encoding, "sources": sources}
 
 
 def spans_file(doc_ids: bytes, lengths: np.ndarray, purged: np.ndarray) -> bytes:
@@ -130,9 +139,7 @@ class ShardWriter:
         self._open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._open:
             self._open = False
             unfinished = error or RuntimeError(f"{self.bin}: left without finish()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 
 from quern import storage
 from quern.errors import InputError
-from quern.storage.parquet import open_table
+from quern.storage.parquet import open_table, read_batches
 from quern.tokenize import reader_lock
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.shard_format import SPANS_SCHEMA, VERSION_FILE, ShardInfo
@@ -187,6 +188,33 @@ class ShardReader:
             self._spans.popitem(last=False)
         return table, starts
 
+    def read_spans(self, shard: int, columns: Sequence[str], rows: int) -> Iterator[dict[str, pa.Array]]:
+        """``columns`` of the shard's spans, ``start`` and ``length`` among them, ``rows`` at a time.
+
+        Raises:
+            InputError: the file is missing, is not what the manifest says, or does not cover the shard without a gap.
+        """
+        info = self._shard(shard)
+        path = self._file(info.spans)
+        if not os.path.exists(path):
+            raise InputError(f"{path}: is missing")
+        if storage.sha256(path) != info.spans_sha256:
+            raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
+        documents = end = 0
+        for batch in read_batches(path, columns, rows, expected="a table of spans", missing="is missing"):
+            found = {name: _cast(path, batch[name], SPANS_SCHEMA.field(name)) for name in columns}
+            starts, lengths = found["start"].to_numpy(), found["length"].to_numpy()
+            ends = end + np.cumsum(lengths)
+            for row in np.flatnonzero((starts != ends - lengths) | (lengths < 1))[:1].tolist():
+                raise InputError(
+                    f"{path}: row {documents + row}: expected a document of 1 token or more right after the last one"
+                )
+            yield found
+            documents, end = documents + len(starts), int(ends[-1]) if len(ends) else end
+        if (documents, end) != (info.documents, info.tokens):
+            expected = f"expected {info.documents} documents of {info.tokens} tokens together"
+            raise InputError(f"{path}: {expected}, got {documents} of {end}")
+
     def span(self, shard: int, index: int) -> Span:
         """Where the shard's document ``index`` stands."""
         documents = self._shard(shard).documents
@@ -205,3 +233,14 @@ class ShardReader:
         if not 0 <= offset < self._shard(shard).tokens:
             raise IndexError(f"{self.path}: shard {shard} has {self.shards[shard].tokens} tokens, got offset {offset}")
         return self.span(shard, int(np.searchsorted(self.starts(shard), offset, "right")) - 1)
+
+
+def _cast(path: str, column: pa.Array, field: pa.Field) -> pa.Array:
+    """A column as a table of spans has it."""
+    try:
+        cast = column.cast(field.type)
+    except pa.ArrowException:
+        raise InputError(f"{path}: {field.name}: expected {field.type}, got {column.type}") from None
+    if cast.null_count:
+        raise InputError(f"{path}: {field.name}: expected a value in every row, got null")
+    return cast

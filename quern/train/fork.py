@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -59,10 +59,6 @@ class Forked:
     """That run's id; empty in a checkpoint that does not know."""
     config: tuple[str, ...]
     """``config: key: before → after`` of each key in which its config differs from that of the trunk's last start."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
 
 
 def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> Forked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_stream_of_a_run_is_read_over_all_shards(tmp_path: Path) -> None:
             )
             shards.append(writer.finish(first_key=0, last_key=0))
     encoding = {"encoding": "test", "vocab_size": 10, "dtype": "uint16", "eot_id": 9, "seed": 0}
-    storage.write_json(str(folder / MANIFEST), {**encoding, "shards": [shard.to_dict() for shard in shards]})
+    storage.write_json(str(folder / MANIFEST), {**encoding, "shards": [asdict(shard) for shard in shards]})
     entry = version_entry("web", f"web/{MANIFEST}", storage.sha256(str(folder / MANIFEST)), shards)
     version = {
         "version": 1,

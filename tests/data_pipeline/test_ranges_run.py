@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def grind(settings: DataRun, console: Console | None = None) -> dict[str, Any]:
             settings.run_dir, result.partitions, settings.tokenize, settings.seed, InProcess(),
             storage.join(directory.scratch, "tokens"),
         )  # fmt: skip
-        counted = found.to_dict()["sources"]
+        counted = asdict(found)["sources"]
         stats = report.build_stats(directory.path, result.duplicates, counted, result.partitions)
         report.write_stats(directory.path, stats)
         directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, pages.inputs_digest(partitions))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def write_bulk(run: Path, files: int) -> np.ndarray:
         "dtype": "uint16",
         "eot_id": 0,
         "seed": 1,
-        "shards": [info.to_dict()],
+        "shards": [asdict(info)],
     }
     (folder / MANIFEST).write_text(json.dumps(manifest))
     sha256 = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()

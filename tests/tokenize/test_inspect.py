@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_every_position_names_its_document_and_its_page(
 
 def test_the_answer_is_plain_data(corpus: tuple[Path, list]) -> None:
     found = inspect(str(corpus[0] / "tokens" / "web" / "shard_00000.bin"), 0)
-    assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
+    assert json.loads(json.dumps(asdict(found))) == asdict(found)
 
 
 def test_tokens_without_their_run_still_name_the_document(corpus: tuple[Path, list], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_streams_are_those_of_a_walk_over_all_documents(
     report = run(str(run_dir), names, config, SEED, Shuffling(split), str(run_dir / ".work"))
     expected = walk(docs, removed, clusters, config, shift)
     check(read_stream, run_dir, "web", expected, 2)
-    counts = report.to_dict()["sources"]["web"]
+    counts = asdict(report)["sources"]["web"]
     for name, suffix in (("train", ""), ("val", ".val")):
         shards = expected[suffix]
         assert counts[name] == {

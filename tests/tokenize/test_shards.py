@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def write_corpus(run_dir: Path, shards: list[Documents], dtype: str = "uint16", 
         "dtype": dtype,
         "eot_id": EOT,
         "seed": 7,
-        "shards": [info.to_dict() for info in infos],
+        "shards": [asdict(info) for info in infos],
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     sha = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()

@@ -35,6 +35,7 @@ from quern.train.checkpoint.format.dcp import BUFFER_BYTES, load_tensors, needed
 from quern.train.checkpoint.format.metadata import StoredSlice
 from quern.train.checkpoint.format.state import TrainState, view_tensors
 from quern.train.config import CheckpointConfig
+from quern.train.processes.agree import Agreement
 from support.train import checkpoint_case as CASE
 from support.train.pieces import cuts, write_pieces
 from support.train.saves import CheckpointManager
@@ -172,7 +173,7 @@ def test_every_part_is_what_numpy_cuts_out(fake_world, tmp_path, monkeypatch, me
             size = whole[name].size()
             stride = torch.empty(size, device="meta").stride()
             tensors[name] = DTensor.from_local(mine, mesh, placements, run_check=False, shape=size, stride=stride)
-        load_tensors(str(tmp_path), metadata, tensors, {}, group=None, alone=True)
+        load_tensors(str(tmp_path), metadata, tensors, {}, Agreement(0, 1))
         for name, numbers in expected.items():
             found = tensors[name].to_local() if isinstance(tensors[name], DTensor) else tensors[name]
             assert np.array_equal(found.numpy(), numbers), (rank, name)
@@ -200,7 +201,7 @@ def test_unwanted_bytes_are_skipped_unless_they_are_few(fake_world, tmp_path, mo
         mine, mesh_of(2, [4]), (Shard(1),), run_check=False, shape=whole.size(), stride=whole.stride()
     )
     before = number_of("io", "rchar")
-    load_tensors(str(tmp_path), metadata, {"a": tensor}, {}, group=None, alone=True)
+    load_tensors(str(tmp_path), metadata, {"a": tensor}, {}, Agreement(0, 1))
     read = number_of("io", "rchar") - before
     assert torch.equal(mine, whole[:, 512:768])
     assert mine.nbytes * share <= read < mine.nbytes * share + 16_384  # the record's own, and /proc
@@ -215,7 +216,7 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
     def load(data: bytes) -> None:
         file.write_bytes(data)
         told = replace(metadata, storage_data={index: StoredSlice(file.name, 0, len(data))})
-        load_tensors(str(tmp_path), told, {"a": torch.zeros(3)}, {}, group=None, alone=True)
+        load_tensors(str(tmp_path), told, {"a": torch.zeros(3)}, {}, Agreement(0, 1))
 
     load(good)
     for data in (*others, good[:-40], b"x" * len(good), b""):
@@ -242,7 +243,7 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
             load(good)
     file.unlink()
     with pytest.raises(QuernError, match=rf"{file}: not loaded: cannot be read \(No such file or directory\)"):
-        load_tensors(str(tmp_path), metadata, {"a": torch.zeros(3)}, {}, group=None, alone=True)
+        load_tensors(str(tmp_path), metadata, {"a": torch.zeros(3)}, {}, Agreement(0, 1))
 
 
 # ---- how much memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import uuid
@@ -16,9 +15,7 @@ from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.store import pieces
 from quern.train.checkpoint.store.errors import IncompleteError
 from quern.train.checkpoint.store.store import Store
-from quern.train.checkpoint.tiers import upload
 from quern.train.checkpoint.tiers.mover import Mover
-from quern.train.checkpoint.tiers.upload import Progress
 from support.train.tier_case import content, record
 from support.train.uploader_case import asked, saved
 
@@ -310,16 +307,3 @@ def test_an_error_nobody_thought_of_ends_nothing(bench, monkeypatch):
     bench.now = 61.0
     bench.work()
     assert bench.said[1]["uploaded"] == 10
-
-
-def test_progress_is_told_once_a_second(bench):
-    def slow():
-        bench.now += 0.4
-
-    bench.on_take = slow
-    bench.ask(10, size=10 * PIECE)
-    bench.work()
-    told = [said for said in bench.said if "progress" in said]
-    assert [said["bytes"] for said in told] == [4 * PIECE, 7 * PIECE, 10 * PIECE]  # at 1.2 s, 2.4 s and 3.6 s
-    assert {said["total"] for said in told} == {10 * PIECE}
-    assert upload._event(json.dumps(told[0])) == (1, Progress(10, 4 * PIECE, 10 * PIECE))

@@ -15,7 +15,7 @@ from quern.errors import QuernError
 from quern.train.checkpoint.mirror.disk import Disk
 from quern.train.checkpoint.tiers import replication as module
 from quern.train.checkpoint.tiers.replication import ReplicationWorker
-from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Waiting
+from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Waiting
 from support.train.tier_case import MINE, PATIENCE_S, SMALL, Mover, Server, check, checkpoint
 from support.waits import until
 
@@ -319,7 +319,7 @@ def test_steps_that_are_to_be_stored_are_told_until_they_are(tmp_path, mirrored,
     assert [2 in steps for steps in seen] == [True] * 4
     assert [4 in steps for steps in seen[2:]] == [True] * 2
     assert behind.storing() == {2, 4}
-    store.say(Progress(4, 1, 10), Waiting(4, True, "the manifest waits"))
+    store.say(Waiting(4, True, "the manifest waits"))
     store.done(4)
     until(lambda: (4, False) not in store.unfinished)
     assert behind.storing() == {2, 4}
@@ -473,7 +473,7 @@ def test_a_warning_comes_once_until_something_goes_well(start, publish, caplog):
     say(Died("the uploader was killed by signal 9"))
     say(Died("the uploader was killed by signal 9"))
     assert caplog.messages.count("the uploader was killed by signal 9; it is started again") == 1
-    say(Waiting(2, True, "the manifest waits"), Progress(2, 1, 10))
+    say(Waiting(2, True, "the manifest waits"))
     say(failed)
     assert caplog.messages.count(text) == 1
     store.done(2)

@@ -6,6 +6,7 @@ Listing, verifying and fetching stand in :mod:`quern.cli.checkpoint.look`, compa
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def export_hf(
     target = {None: None, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}[dtype]
     with json_stdout(json) as emit:
         made = export.export_hf(source, out, dtype=target, max_shard_bytes=int(max_shard_gb * 1e9))
-        emit(made.to_dict())
+        emit(asdict(made))
         if not json:
             print(f"{plain(made.checkpoint)} → {plain(made.folder)}: {made.parameters:,} parameters as {made.dtype}")
             print(f"files      {', '.join(made.files)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -33,7 +34,7 @@ def inspect(
     """Decode around a token and name the document it came from: URL, file, byte offset."""
     found = inspect_shard(shard, at, context=context)
     with json_stdout(json) as emit:
-        emit(found.to_dict())
+        emit(asdict(found))
         if not json:
             _print(found)
         if found.no_page is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ def export(
 
     with json_stdout(json) as emit:
         report = write(run, _format(format), out, sources=source or (), held_out=val, eot=eot, merge=merge)
-        emit(report.to_dict())
+        emit(asdict(report))
         if not json:
             documents, tokens = (sum(getattr(own, name) for own in report.files) for name in ("documents", "tokens"))
             _print("format", f"{report.format}, {report.dtype}, {'with' if eot else 'without'} EOT")
@@ -80,7 +81,7 @@ def import_(
     )  # fmt: skip
     with json_stdout(json) as emit:
         report = ingest(files, out, options)
-        emit(report.to_dict())
+        emit(asdict(report))
         if not json:
             restored = sum(own.documents for own in report.files if own.sidecar)
             _print("documents", f"{report.documents:,}, {restored:,} of them known by their crawl record")

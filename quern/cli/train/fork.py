@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -29,7 +30,7 @@ def fork(
 
     made = make(run, at, to, overrides or ())
     with json_stdout(json) as emit:
-        emit(made.to_dict())
+        emit(asdict(made))
         if not json:
             print(f"{made.folder}: a run of its own, {made.run}, from step {made.step} of {made.trunk}")
             for line in made.config:

@@ -10,7 +10,7 @@ import numpy as np
 
 from quern.config import show
 from quern.errors import InputError
-from quern.lineage.forensics.explain import read_of
+from quern.lineage.forensics.explain import inputs_of, read_of
 from quern.lineage.forensics.file import ForensicsRecord, StepRecord, read_record
 from quern.lineage.training import TrainingRun
 
@@ -50,17 +50,13 @@ def _documents(run: TrainingRun, record: ForensicsRecord, own: StepRecord, doc: 
     parts, batch_NE = read.documents, told.total_NE / (len(own.column("place")) * length)
     for place, starts, counts_PNE in told.sequences:
         for start, stop, counts_NE in zip(starts, [*starts[1:], length], counts_PNE, strict=True):
-            inside = (parts.sequences == place) & (parts.input_starts < stop) & (parts.input_stops > start)
-            for m in np.flatnonzero(inside).tolist():
-                lineage, _ = read.streams[int(parts.sources[m])]
-                who = lineage.documents([int(parts.numbers[m])])
-                if doc not in (None, who.doc_ids[0].hex()):
+            for m, who in inputs_of(read, place, start, stop):
+                if doc not in (None, who["doc_id"]):
                     continue
                 share_NE = counts_NE / (stop - start)
                 yield {
                     "step": own.step, "place": place, "start": start, "tokens": stop - start,
-                    "doc_id": who.doc_ids[0].hex(), "name": lineage.names(who)[0],
-                    "alone": (parts.input_starts[m], parts.input_stops[m]) == (start, stop),
+                    **who, "alone": (parts.input_starts[m], parts.input_stops[m]) == (start, stop),
                     "layers": [
                         {
                             "layer": layer,

@@ -33,6 +33,7 @@ from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, writ
 from quern.lineage.index.records import Opened, read_sealed, write_sealed
 from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Segment, VerdictSlice, plan_segments, write_segment
 from quern.lineage.index.spans import SpanColumns, write_spans
+from quern.tokenize.corpus_version import read_streams
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import exclusive
@@ -43,7 +44,6 @@ FOLDER = "lineage"
 INDEX = "index.json"
 #: Raised whenever other files would be written from the same run.
 FORMAT = 5
-_STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 _OURS = re.compile(r"(segment|spans|duplicates)_[0-9a-f]{32}|\.building-.*")
 _ATTEMPTS = 3
 #: Where a run cannot be written to.
@@ -271,18 +271,12 @@ class _Builder:
         if self.state.version_sha256 is None:
             return [], []
         tokens = os.path.join(self.state.run, "tokens")
-        path = os.path.join(tokens, VERSION_FILE)
-        version = storage.read_json(path)
-        sources = version.get("sources") if isinstance(version, dict) else None
-        if not isinstance(sources, dict):
-            raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
-        for source in sources:
-            if not _STREAM.fullmatch(source):
-                raise InputError(f"{path}: sources: expected <source> or <source>.val, got {source!r:.99}")
+        sources = read_streams(tokens)
         readers = [ShardReader(os.path.join(tokens, source)) for source in sources]
         found = [own.get("since", 1) for own in sources.values()]
         for source, since in zip(sources, found, strict=True):
             if type(since) is not int or since < 1:
+                path = os.path.join(tokens, VERSION_FILE)
                 raise InputError(f"{path}: sources.{source}.since: expected an integer ≥ 1, got {since!r:.60}")
         return readers, found
 

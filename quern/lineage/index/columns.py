@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import struct
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -71,9 +70,7 @@ class ColumnWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         self._file.close()

@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
-from quern.errors import InputError
 from quern.lineage.index.changes import Purges, files_below
 from quern.storage.parquet import open_table
+from quern.tokenize.corpus_version import fields
 
 __all__ = ["REDECIDED_SCHEMA", "Redecided", "decisions_file", "is_decisions_file", "redecided"]
 
@@ -101,10 +101,7 @@ def redecided(run: str) -> pa.Table:
     tokens = storage.join(run, "tokens")
     path = storage.join(tokens, "VERSION.json")
     record = storage.read_json(path) if storage.is_file(path) else {"version": 0}
-    version = record.get("version") if isinstance(record, dict) else None
-    if type(version) is not int:
-        raise InputError(f"{path}: version: expected an integer, got {version!r:.60}")
-    return Redecided(tokens, version).table()
+    return Redecided(tokens, fields(path, record, {"version": int})["version"]).table()
 
 
 def _read(path: str) -> Iterator[dict[str, Any]]:

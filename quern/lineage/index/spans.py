@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from quern import storage
 from quern.data_pipeline.page.keys import bytes_of
 from quern.errors import InputError
 from quern.lineage.index.changes import U32, Purges, changes_file, purged_at, written_by
@@ -23,8 +21,7 @@ from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexE
 from quern.lineage.index.joins import Buckets, Numbers
 from quern.lineage.index.records import Opened
 from quern.lineage.index.segments import Segment
-from quern.storage.parquet import open_table
-from quern.tokenize.shard_format import SPANS_SCHEMA, ShardInfo
+from quern.tokenize.shard_format import SPANS_SCHEMA
 from quern.tokenize.shards import ShardReader
 
 __all__ = ["SpanColumns", "Spans", "write_spans"]
@@ -125,53 +122,21 @@ def _read_stream(reader: ShardReader, purges: Purges, stands: int) -> Iterator[t
     """Starts (in the stream), since when they are purged, and doc_ids (16 bytes each) of a stream's spans, some at a
     time."""
     for shard, info in enumerate(reader.shards):
-        path = os.path.join(reader.path, info.spans)
-        written = written_by(path)
-        try:
-            if storage.sha256(path) != info.spans_sha256:
-                raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
-            for starts, purged, doc_ids in _read_shard(path, info):
-                since = np.zeros(len(starts), np.uint32)
-                gone = np.frombuffer(doc_ids, "V16")[purged].tobytes()
-                since[purged] = purges.since(gone, written)
-                restored = purges.restored_after(gone, stands)
-                if restored is not None:
-                    doc_id, version = restored
-                    raise InputError(
-                        f"{os.path.join(reader.root, changes_file(version))}: restored document {doc_id.hex()}, but "
-                        f"{reader.source} stands since version {stands}: a version that restores writes the source anew"
-                    )
-                yield starts + int(reader.offsets[shard]), since, doc_ids
-        except FileNotFoundError:
-            raise InputError(f"{path}: is missing") from None
-
-
-def _read_shard(path: str, info: ShardInfo) -> Iterator[tuple[I64, NDArray[np.bool_], memoryview]]:
-    documents = end = 0
-    with open_table(path, SPANS_SCHEMA.names, expected="a table of spans", missing="is missing") as file:
-        for batch in file.iter_batches(_ROWS, columns=SPANS_SCHEMA.names):
-            ids, *others = (_cast(path, batch, field) for field in SPANS_SCHEMA)
-            starts, lengths, purged = (column.to_numpy(zero_copy_only=False) for column in others)
-            ends = end + np.cumsum(lengths)
-            if (starts != ends - lengths).any() or (lengths < 1).any():
-                raise InputError(f"{path}: expected documents of 1 token or more, each right after the last one")
-            yield starts, purged, bytes_of(ids)
-            documents, end = documents + len(starts), int(ends[-1])
-    if (documents, end) != (info.documents, info.tokens):
-        raise InputError(
-            f"{path}: expected {info.documents} documents of {info.tokens} tokens together, got {documents} of {end}"
-        )
-
-
-def _cast(path: str, batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    """A column as a table of spans has it."""
-    try:
-        column = batch[field.name].cast(field.type)
-    except pa.ArrowException:
-        raise InputError(f"{path}: {field.name}: expected {field.type}, got {batch[field.name].type}") from None
-    if column.null_count:
-        raise InputError(f"{path}: {field.name}: expected a value in every row, got null")
-    return column
+        written = written_by(os.path.join(reader.path, info.spans))
+        for spans in reader.read_spans(shard, SPANS_SCHEMA.names, _ROWS):
+            starts, purged = spans["start"].to_numpy(), spans["purged"].to_numpy(zero_copy_only=False)
+            doc_ids = bytes_of(spans["doc_id"])
+            since = np.zeros(len(starts), np.uint32)
+            gone = np.frombuffer(doc_ids, "V16")[purged].tobytes()
+            since[purged] = purges.since(gone, written)
+            restored = purges.restored_after(gone, stands)
+            if restored is not None:
+                doc_id, version = restored
+                raise InputError(
+                    f"{os.path.join(reader.root, changes_file(version))}: restored document {doc_id.hex()}, but "
+                    f"{reader.source} stands since version {stands}: a version that restores writes the source anew"
+                )
+            yield starts + int(reader.offsets[shard]), since, doc_ids
 
 
 class _Stream:

@@ -14,7 +14,7 @@ import numpy as np
 from quern.errors import InputError
 from quern.lineage.match.index import AUTO, DEFAULT_N, MIN_WORDS, GramIndex, Item, read_benchmark
 from quern.lineage.match.matches import Matched, Matches, documents_at
-from quern.lineage.match.scan import CHUNK_TOKENS, scan_streams
+from quern.lineage.match.scan import scan_streams
 
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun
@@ -51,7 +51,6 @@ def match(
     n: int = DEFAULT_N,
     min_coverage: float = 0.0,
     workers: int = 1,
-    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Matches:
     """Every document of ``run``, training or held out, that shares an n-gram of words with an item of ``benchmark``.
 
@@ -64,7 +63,7 @@ def match(
     if not 0 <= min_coverage <= 1:
         raise InputError(f"--min-coverage: expected a share from 0 to 1, got {min_coverage}")
     items, index = read_index(benchmark, fields, n)
-    found = scan_streams([stream.path for stream in run.streams], index, workers=workers, chunk_tokens=chunk_tokens)
+    found = scan_streams([stream.path for stream in run.streams], index, workers=workers)
     coverage = found.grams / np.maximum(1, index.num_grams[found.items])
     kept = coverage >= min_coverage
     numbers = documents_at(run, found.streams[kept], found.documents[kept])

@@ -169,12 +169,10 @@ class Matches:
 
         from quern.storage.parquet import table_in
 
+        with storage.reading(path):
+            data = storage.read_bytes(path)
         try:
-            return cls._of_table(table_in(storage.read_bytes(path)))
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+            return cls._of_table(table_in(data))
         except (pa.ArrowException, InputError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             why = one_line(error, 120)
             raise InputError(f"{path}: expected a result of quern lineage match --out ({why})") from None
@@ -186,13 +184,8 @@ class Matches:
         Raises:
             InputError: it cannot be read.
         """
-        try:
-            with storage.open_read(path) as file:
-                return bytes(file.read(4)) == b"PAR1"
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        with storage.reading(path), storage.open_read(path) as file:
+            return bytes(file.read(4)) == b"PAR1"
 
     @classmethod
     def _of_table(cls, table: pa.Table) -> Self:

@@ -33,11 +33,13 @@ from quern.errors import InputError
 from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.index.decided import Redecided
 from quern.lineage.sql.steps import steps_table
+from quern.tokenize.corpus_version import fields
 from quern.train.history.consumers import read_consumers
 from quern.words import counted
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow as pa
 
 __all__ = ["VIEWS", "Note", "define", "quoted"]
 
@@ -78,9 +80,13 @@ def define(
         _define_spans(connection, run, alias)
     if "steps" in wanted:
         runs = [run] if training else dict.fromkeys(started.train_run for started in read_consumers(run))
-        connection.register("ledgers", steps_table(runs, note))
-        connection.execute("CREATE TABLE steps AS FROM ledgers")
-        connection.unregister("ledgers")
+        _fill(connection, "steps", steps_table(runs, note))
+
+
+def _fill(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.Table, columns: str = "*") -> None:
+    connection.register("given", rows)
+    connection.execute(f"CREATE TABLE {name} AS SELECT {columns} FROM given")
+    connection.unregister("given")
 
 
 def _note_missing(run: str, wanted: frozenset[str], note: Note) -> None:
@@ -94,9 +100,7 @@ def _note_missing(run: str, wanted: frozenset[str], note: Note) -> None:
 def _define_purges(connection: duckdb.DuckDBPyConnection, run: str) -> None:
     """The documents that the current version has purged, and since when."""
     version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    connection.register("purged", Purges(os.path.join(run, "tokens"), version).table())
-    connection.execute("CREATE TABLE source.purges AS SELECT doc_id, version FROM purged")
-    connection.unregister("purged")
+    _fill(connection, "source.purges", Purges(os.path.join(run, "tokens"), version).table(), "doc_id, version")
 
 
 def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
@@ -148,9 +152,7 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
 def _define_decisions(connection: duckdb.DuckDBPyConnection, run: str) -> None:
     """The decisions that hold in the current version: recorded ones, but where a later version decided anew."""
     version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    connection.register("redecided", Redecided(os.path.join(run, "tokens"), version).table())
-    connection.execute("CREATE TABLE source.redecided AS FROM redecided")
-    connection.unregister("redecided")
+    _fill(connection, "source.redecided", Redecided(os.path.join(run, "tokens"), version).table())
     columns = ", ".join(_DECISION)
     connection.execute(
         f"""
@@ -195,11 +197,8 @@ def _shards(path: str) -> tuple[int, list[tuple[str, int, str]]]:
     current = version.get("version") if isinstance(version, dict) else None
     if type(current) is not int or current < 1:
         raise InputError(f"{path}: version: expected an integer ≥ 1, got {current!r:.60}")
-    sources = version.get("sources")
-    if not isinstance(sources, dict):
-        raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
     found = []
-    for stream, listed in sources.items():
+    for stream, listed in fields(path, version, {"sources": dict})["sources"].items():
         shards = listed.get("shards") if isinstance(listed, dict) else None
         for number, shard in enumerate(shards if isinstance(shards, list) else ()):
             file = shard.get("spans") if isinstance(shard, dict) else None

@@ -10,6 +10,7 @@ import stat
 import numpy as np
 from numpy.typing import NDArray
 
+from quern import storage
 from quern.errors import InputError
 
 __all__ = ["I64", "SourceFile"]
@@ -27,11 +28,9 @@ class SourceFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        try:
+        with storage.reading(path):
             # opening a pipe would block until another process writes to it
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
@@ -48,10 +47,8 @@ class SourceFile:
         """Exactly these bytes."""
         parts = []
         while size:
-            try:
+            with storage.reading(self.path):
                 data = os.pread(self._descriptor, min(size, 1 << 30), offset)
-            except OSError as error:
-                raise InputError(f"{self.path}: cannot be read ({error.strerror or error})") from None
             if not data:
                 raise InputError(f"{self.path}: ends at byte {offset}, expected {self.size}; it is being written to")
             parts.append(data)

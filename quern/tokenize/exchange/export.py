@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from quern import storage
 from quern.errors import InputError
+from quern.tokenize.corpus_version import read_streams
 from quern.tokenize.exchange.columns import I64, SourceFile
 from quern.tokenize.exchange.foreign import FORMATS, SUFFIXES, Format
 from quern.tokenize.exchange.megatron import write_index
@@ -30,7 +29,6 @@ __all__ = ["EXPORT_FILE", "ExportReport", "ExportedFile", "export"]
 EXPORT_FILE = "export.json"
 _CHUNK_TOKENS = 1 << 22
 _MOST_INT32 = 2**31 - 1
-_STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,6 @@ class ExportReport:
     purged_documents: int
     """Left out."""
     files: tuple[ExportedFile, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def export(
@@ -117,7 +111,7 @@ def export(
             what = "held-out documents" if held_out else "documents"
             raise InputError(f"{run}: has no {what} to export in {', '.join(r.source for r in readers)}{gone}")
         shutil.rmtree(scratch)
-        storage.write_json(os.path.join(folder, EXPORT_FILE), report.to_dict())
+        storage.write_json(os.path.join(folder, EXPORT_FILE), asdict(report))
     return report
 
 
@@ -141,13 +135,7 @@ def _readers(run: str, sources: Sequence[str], held_out: bool) -> list[ShardRead
     path = os.path.join(tokens, VERSION_FILE)
     if not os.path.exists(path):
         raise InputError(f"{run}: expected a data run with tokens: it has no tokens/{VERSION_FILE}")
-    version = storage.read_json(path)
-    listed = version.get("sources") if isinstance(version, dict) else None
-    if not isinstance(listed, dict):
-        raise InputError(f"{path}: sources: expected a mapping, got {listed!r:.60}")
-    odd = [name for name in listed if not _STREAM.fullmatch(name)]
-    if odd:
-        raise InputError(f"{path}: sources: expected <source> or <source>.val, got {odd[0]!r:.99}")
+    listed = read_streams(tokens)
     suffix = ".val" if held_out else ""
     known = sorted(name.removesuffix(".val") for name in listed if name.endswith(".val") is held_out)
     unknown = [name for name in sources if name not in known]

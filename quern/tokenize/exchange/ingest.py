@@ -88,10 +88,6 @@ class ImportReport:
     shards: int
     files: tuple[Imported, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
 
 def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportReport:
     """Make the data run ``out``, which must not be there, from token files, in the order given.

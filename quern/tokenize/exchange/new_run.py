@@ -12,7 +12,15 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.exchange.columns import I64
-from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardInfo, ShardWriter, version_entry
+from quern.tokenize.shard_format import (
+    MANIFEST,
+    VERSION_FILE,
+    ShardInfo,
+    ShardWriter,
+    first_version,
+    manifest_of,
+    version_entry,
+)
 from quern.tokenize.writing.run import ENCODING_FILE
 
 __all__ = ["Shards", "write_run"]
@@ -86,36 +94,18 @@ def write_run(
     """
     tokens = os.path.join(folder, "tokens")
     storage.publish_bytes(os.path.join(tokens, ENCODING_FILE), encoding.ranks_file)
-    told = {
-        "vocab_size": encoding.vocab_size,
-        "dtype": encoding.dtype,
-        "eot_id": eot,
-    }
+    told = {"vocab_size": encoding.vocab_size, "dtype": encoding.dtype, "eot_id": eot}
     entries = {}
     for source, own in infos.items():
-        manifest = {
-            **told,
-            "source": source,
-            "encoding": encoding.name,
-            "ranks_sha256": encoding.ranks_sha256,
-            "seed": 0,
-            "shard_tokens": options["shard_tokens"],
-            "validation": 0.0,
-            "tokens": sum(info.tokens for info in own),
-            "documents": sum(info.documents for info in own),
-            "shards": [info.to_dict() for info in own],
-        }
+        manifest = manifest_of(
+            own, source=source, encoding=encoding.name, ranks_sha256=encoding.ranks_sha256, seed=0,
+            shard_tokens=options["shard_tokens"], validation=0.0, **told,
+        )  # fmt: skip
         path = os.path.join(tokens, source, MANIFEST)
         storage.write_json(path, manifest)
         entries[source] = version_entry(source, MANIFEST, storage.sha256(path), own)
-    version = {
-        "version": 1,
-        "parent": None,
-        "kind": "initial",
-        "encoding": {**told, "name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256},
-        "sources": entries,
-    }
-    storage.write_json(os.path.join(tokens, VERSION_FILE), version)
+    about = {**told, "name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256}
+    storage.write_json(os.path.join(tokens, VERSION_FILE), first_version(about, entries))
     whose = [[source, len(own)] for source, own in files.items()]  # how many of the files, in turn, are of which
     named = {"sources": whose} if len(whose) > 1 else {"source": whose[0][0]}
     config = {**options, **named, "eot_id": eot, "ranks_sha256": encoding.ranks_sha256}

@@ -6,7 +6,7 @@ A shard's documents are contiguous in each run, so a run is read in a few contig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
             _write_slice(writer, runs, np.dtype(task.dtype), places[piece], run_of[piece], token_of[piece])
             start = end
         info = writer.finish(first_key=int(places["key"][0]), last_key=int(places["key"][-1]))
-    counts = info.to_dict()
+    counts = asdict(info)
     publish_commit(
         task.run_dir,
         "shards",

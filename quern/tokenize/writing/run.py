@@ -19,7 +19,7 @@ from quern.data_pipeline.execution.commits import commit_path, find_commit, publ
 from quern.data_pipeline.execution.engine import Engine
 from quern.errors import InputError, QuernError
 from quern.tokenize.encoding import Encoding, TokenizeConfig, load_encoding
-from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardInfo, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardInfo, first_version, manifest_of, version_entry
 from quern.tokenize.writing.choose import JOIN_DOCUMENTS, choose, group_partitions
 from quern.tokenize.writing.merge import SHARD_FORMAT, SLICE_TOKENS, ShardTask, write_shard
 from quern.tokenize.writing.plan import GATHER_DOCUMENTS, bucket_ranges, find_cuts, gather
@@ -60,10 +60,6 @@ class TokensReport:
     eot_id: int
     sources: Mapping[str, Mapping[str, StreamCounts]]
     """Source → ``train`` and ``val`` → counts."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -241,20 +237,14 @@ def _write_stream(job: _Job, stream: str, pieces: Sequence[Mapping[str, Any]], d
 
 
 def _manifest(job: _Job, stream: str, shards: Sequence[ShardInfo], encoding: Encoding) -> dict[str, Any]:
-    return {
-        "source": stream,
-        "encoding": encoding.name,
-        "ranks_sha256": encoding.ranks_sha256,
-        "vocab_size": encoding.vocab_size,
-        "dtype": encoding.dtype,
-        "eot_id": encoding.eot_id,
-        "seed": job.seed,
-        "shard_tokens": job.config.shard_tokens,
-        "validation": job.config.validation,
-        "tokens": sum(shard.tokens for shard in shards),
-        "documents": sum(shard.documents for shard in shards),
-        "shards": [shard.to_dict() for shard in shards],
-    }
+    return manifest_of(
+        shards, source=stream, encoding=encoding.name, ranks_sha256=encoding.ranks_sha256, **_ids(encoding),
+        seed=job.seed, shard_tokens=job.config.shard_tokens, validation=job.config.validation,
+    )  # fmt: skip
+
+
+def _ids(encoding: Encoding) -> dict[str, Any]:
+    return {"vocab_size": encoding.vocab_size, "dtype": encoding.dtype, "eot_id": encoding.eot_id}
 
 
 def _publish(
@@ -272,25 +262,13 @@ def _publish(
         for shard in entry["shards"]:
             outputs[f"tokens/{shard['bin']}"] = shard["sha256"]
             outputs[f"tokens/{shard['spans']}"] = shard["spans_sha256"]
-    version = {
-        "version": 1,
-        "parent": None,
-        "kind": "initial",
-        "encoding": {
-            "name": encoding.name,
-            "ranks": ENCODING_FILE,
-            "sha256": encoding.ranks_sha256,
-            "vocab_size": encoding.vocab_size,
-            "dtype": encoding.dtype,
-            "eot_id": encoding.eot_id,
-        },
-        "sources": sources,
-    }
+    about = {"name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256, **_ids(encoding)}
+    version = first_version(about, sources)
     _remove_left_over(job.tokens, outputs)
     path = storage.join(job.tokens, VERSION_FILE)
     storage.write_json(path, version)
     outputs[f"tokens/{VERSION_FILE}"] = storage.sha256(path)
-    counts = _report(version).to_dict()
+    counts = asdict(_report(version))
     publish_commit(
         job.run_dir, "shards", "all", "version", inputs=inputs, config=settings, outputs=outputs, counts=counts
     )

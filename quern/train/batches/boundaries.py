@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 
 from quern import storage
 from quern.config import digest
-from quern.errors import InputError
-from quern.storage.parquet import read_batches
-from quern.tokenize.shard_format import ShardInfo
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import exclusive
 
@@ -107,30 +104,7 @@ def _is_whole(path: str, size: int) -> bool:
 
 
 def _read_marks(reader: ShardReader) -> Iterator[NDArray[np.int64]]:
-    for shard, info in enumerate(reader.shards):
-        origin = int(reader.offsets[shard])
-        path = os.path.join(reader.path, info.spans)
-        try:
-            if storage.sha256(path) != info.spans_sha256:
-                raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
-            for starts, purged in _read_spans(path, info):
-                yield (starts + origin) << 1 | purged
-        except FileNotFoundError:
-            raise InputError(f"{path}: is missing") from None
-
-
-def _read_spans(path: str, info: ShardInfo) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Start and state of a shard's documents, some at a time; they must cover the shard without a gap."""
-    documents, end = 0, 0
-    for batch in read_batches(path, _COLUMNS, _ROWS, missing="is missing"):
-        starts, lengths = batch["start"].to_numpy(), batch["length"].to_numpy()
-        ends = end + np.cumsum(lengths)
-        if (starts != ends - lengths).any() or (lengths < 1).any():
-            row = documents + int(np.argmax((starts != ends - lengths) | (lengths < 1)))
-            raise InputError(f"{path}: row {row}: expected a document of 1 token or more right after the last one")
-        yield starts, batch["purged"].to_numpy(zero_copy_only=False)
-        documents, end = documents + len(starts), int(ends[-1]) if len(ends) else end
-    if (documents, end) != (info.documents, info.tokens):
-        raise InputError(
-            f"{path}: expected {info.documents} documents of {info.tokens} tokens together, got {documents} of {end}"
-        )
+    for shard in range(len(reader.shards)):
+        for spans in reader.read_spans(shard, _COLUMNS, _ROWS):
+            starts = spans["start"].to_numpy() + int(reader.offsets[shard])
+            yield starts << 1 | spans["purged"].to_numpy(zero_copy_only=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quern.tokenize.shard_format import ShardInfo, ShardWriter, version_entry
+from quern.tokenize.shard_format import ShardInfo, ShardWriter, first_version, version_entry
 
 __all__ = ["Shard", "random_shards", "write_data_run", "write_random"]
 
@@ -51,25 +51,21 @@ def write_data_run(
         infos = [_write_shard(tokens / name, number, shard, dtype) for number, shard in enumerate(shards)]
         manifest = json.dumps({
             "source": name, "encoding": "own", "ranks_sha256": sha256, **told, "seed": 1,
-            "shards": [info.to_dict() for info in infos],
+            "shards": [asdict(info) for info in infos],
         }).encode()  # fmt: skip
         (tokens / name / "manifest.json").write_bytes(manifest)
         entries[name] = version_entry(name, "manifest.json", hashlib.sha256(manifest).hexdigest(), infos)
     encoding = {"name": "own", "ranks": "encoding.tiktoken", "sha256": sha256, **told}
-    version = {"version": 1, "parent": None, "kind": "initial", "encoding": encoding, "sources": entries}
+    version = first_version(encoding, entries)
     Path(run_dir, "run.json").write_text(json.dumps({"id": run_id, "status": "complete"}))
     (tokens / "encoding.tiktoken").write_bytes(ranks)
     (tokens / "VERSION.json").write_text(json.dumps(version))
     return [str(tokens / name) for name in sources]
 
 
-def write_random(
-    run_dir: str | Path, tokens: int, mean_document: float, vocab_size: int, sources: int = 1
-) -> list[str]:
+def write_random(run_dir: str | Path, tokens: int, mean_document: float, vocab_size: int) -> list[str]:
     """A data run of at least ``tokens`` tokens of :func:`random_shards`. The same arguments, the same bytes."""
-    rng = np.random.default_rng(1)
-    share = -(-tokens // sources)
-    shards = {f"source{number}": random_shards(rng, share, mean_document, vocab_size) for number in range(sources)}
+    shards = {"source0": random_shards(np.random.default_rng(1), tokens, mean_document, vocab_size)}
     return write_data_run(run_dir, shards, vocab_size=vocab_size, run_id="random")
 
 

@@ -150,37 +150,37 @@ def started(
 def listening(on_end: Callable[[int], None], on_request: Callable[[], object] | None) -> Iterator[None]:
     """Within the block, one of :func:`ending_signals` calls ``on_end`` with its number, SIGUSR1 ``on_request``, which
     None leaves as it is. In another thread than the main one nothing is heard."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def heard(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_lost_terminal()
         on_end(number)
 
-    before: dict[int, Any] = {number: signal.signal(number, heard) for number in ending_signals()}
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = dict.fromkeys(ending_signals(), heard)
     if on_request is not None:
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: on_request())
-    try:
+        handlers[signal.SIGUSR1] = lambda number, frame: on_request()
+    with _handled(handlers):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the block, so that its temporary files are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def heard(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    numbers = [number for number in ending_signals() if number != signal.SIGINT]
-    before: dict[int, Any] = {number: signal.signal(number, heard) for number in numbers}
+    with _handled({number: heard for number in ending_signals() if number != signal.SIGINT}):
+        yield
+
+
+@contextmanager
+def _handled(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    """Handle signals within the block, if it is the main thread's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

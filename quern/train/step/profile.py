@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -60,9 +59,7 @@ class Profiler:
         elif self._active is not None:
             self._begin_step(step + 1)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end()
         if isinstance(error, torch.OutOfMemoryError) and self._config.memory_snapshot:
             os.makedirs(self._debug, exist_ok=True)

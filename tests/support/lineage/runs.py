@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +330,7 @@ def write_tokens(folder: Path, found: Listing, vocab_size: int = 1000, version: 
                 infos.append(writer.finish(first_key=keys[0], last_key=keys[1]))
         manifest = {
             "source": stream, "encoding": "own", "ranks_sha256": encoding["sha256"], "vocab_size": vocab_size,
-            "dtype": dtype, "eot_id": eot, "seed": PLACE_SEED, "shards": [info.to_dict() for info in infos],
+            "dtype": dtype, "eot_id": eot, "seed": PLACE_SEED, "shards": [asdict(info) for info in infos],
         }  # fmt: skip
         (root / stream / MANIFEST).write_text(json.dumps(manifest))
         sha256 = hashlib.sha256((root / stream / MANIFEST).read_bytes()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def make(config: DataRun) -> None:
             result = pages.run(config, partitions, InProcess(), progress)
         scratch = storage.join(directory.scratch, "tokens")
         made = tokens.run(config.run_dir, result.partitions, config.tokenize, config.seed, InProcess(), scratch)
-        stats = report.build_stats(config.run_dir, result.duplicates, made.to_dict()["sources"], result.partitions)
+        stats = report.build_stats(config.run_dir, result.duplicates, asdict(made)["sources"], result.partitions)
         report.write_stats(config.run_dir, stats)
         report.write_report(config.run_dir, stats, seed=config.seed, partitions=result.partitions)
         counts = {key: stats[key] for key in ("pages", "kept", "unique")}

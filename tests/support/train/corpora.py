@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def write_run(
         folder.mkdir()
         infos = [_write_shard(folder, number, dtype, shard) for number, shard in enumerate(shards)]
         manifest = {"source": name, "encoding": encoding, "ranks_sha256": ranks_sha256, **told, "seed": 1}
-        manifest["shards"] = [info.to_dict() for info in infos]
+        manifest["shards"] = [asdict(info) for info in infos]
         (folder / "manifest.json").write_text(json.dumps(manifest))
         sha256 = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
         entries[name] = version_entry(name, "manifest.json", sha256, infos)

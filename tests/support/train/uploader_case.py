@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quern.train.checkpoint.tiers.upload import Progress, Uploader
+from quern.train.checkpoint.tiers.upload import Uploader
 from support.train.tier_case import content, manifest, record
 from support.waits import until
 
@@ -28,12 +28,12 @@ def asked(number: int, step: int, folder: Path, files: dict[str, bytes]) -> dict
 
 
 def heard(uploader: Uploader, *kinds: type, count: int = 1, seen: list[Any] | None = None) -> list[Any]:
-    """Events up to the ``count``-th of ``kinds``, without those of progress: how many there are is a matter of time."""
+    """Events up to the ``count``-th of ``kinds``."""
     events: list[Any] = [] if seen is None else seen
 
     def listen() -> bool:
         if sum(isinstance(event, kinds) for event in events) < count:
-            events.extend(event for event in uploader.poll() if not isinstance(event, Progress))
+            events.extend(uploader.poll())
             time.sleep(0.02)
         return sum(isinstance(event, kinds) for event in events) >= count
 

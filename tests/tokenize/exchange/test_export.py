@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_a_file_holds_the_documents_of_its_shard_that_are_not_purged(
     beside = {"megatron": 3, "datatrove": 4, "bin": 2}[format]
     assert len(list((tmp_path / "out").iterdir())) == beside * len(files) + 1
     told = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert told == json.loads(json.dumps(report.to_dict()))
+    assert told == json.loads(json.dumps(asdict(report)))
     streams = [name for name in listing.spans if name.endswith(".val") is held_out]
     assert told["purged_documents"] == sum(row["purged"] for name in streams for row in listing.spans[name])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_every_document_is_known_by_its_file_and_byte(
     reader = ShardReader(str(run / "tokens" / "imported"), verify=True)
     assert (reader.num_documents, reader.eot_id, reader.vocab_size) == (150, EOT, 257)
     assert len(reader.shards) == 3 if shard_tokens > 200 else len(reader.shards) > 9
-    assert report.to_dict()["tokens"] == reader.total_tokens
+    assert asdict(report)["tokens"] == reader.total_tokens
     held = {doc_id for shard in range(len(reader.shards)) for doc_id in reader.spans(shard)["doc_id"].to_pylist()}
     assert held == {doc_id for doc_id, _ in found}
 

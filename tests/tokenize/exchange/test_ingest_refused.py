@@ -87,8 +87,8 @@ def test_other_wrong_files_are_refused_by_name(ranks: str, tmp_path: Path) -> No
     refused([tmp_path / "a.ds"], run, options(ranks, "datatrove"), "a.ds.loss")
     (tmp_path / "odd.bin").write_bytes(b"123")
     refused([tmp_path / "odd.bin"], run, options(ranks, "bin"), "odd.bin: has 3 bytes, expected a multiple of 2")
-    refused([tmp_path / "odd.bin"], run, options(ranks, "megatron"), "odd.idx: cannot be read")
-    refused([tmp_path / "none.bin"], run, options(ranks, "bin"), "none.bin: cannot be read")
+    refused([tmp_path / "odd.bin"], run, options(ranks, "megatron"), "odd.idx: no such file")
+    refused([tmp_path / "none.bin"], run, options(ranks, "bin"), "none.bin: no such file")
     (tmp_path / "folder.bin").mkdir()
     refused(
         [tmp_path / "folder.bin"],
@@ -100,7 +100,7 @@ def test_other_wrong_files_are_refused_by_name(ranks: str, tmp_path: Path) -> No
     refused([tmp_path / "folder.bin"], run, options(ranks, "datatrove"), "is a folder", "folder.bin/x.ds")
     (tmp_path / "odd").mkdir()
     refused([tmp_path], run, options(ranks, "megatron"), f"{tmp_path}: is a folder; expected a file of tokens")
-    refused([tmp_path / "odd"], run, options(ranks, "megatron"), "odd.idx: cannot be read")
+    refused([tmp_path / "odd"], run, options(ranks, "megatron"), "odd.idx: no such file")
     os.mkfifo(tmp_path / "pipe.bin")
     refused([tmp_path / "pipe.bin"], run, options(ranks, "bin"), "pipe.bin: expected a file")
 

@@ -10,8 +10,7 @@ whole file can know (addresses in a decompressed stream, that there is no record
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from quern.data_pipeline.sources.containers.gzip_members import REREAD_BYTES
 from quern.data_pipeline.sources.containers.record_signs import Kind
@@ -57,10 +56,6 @@ class Edges:
     """Whether a record's address is a place in the decompressed stream."""
     reread: int
     """Bytes decoded more than once."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def cut(size: int, split_bytes: int) -> list[FileRange]:

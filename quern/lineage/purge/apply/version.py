@@ -23,7 +23,7 @@ from quern.lineage.purge.restoration.restore import Restored
 from quern.lineage.purge.restoration.restored_tokens import Tokens, read_tokens
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import keyed_hashes
-from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, version_entry
+from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, manifest_of, version_entry
 
 __all__ = ["OpenCorpus", "PurgePlan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
 
@@ -251,12 +251,7 @@ def publish(corpus: OpenCorpus, plan: PurgePlan, mode: str, written: Mapping[str
             continue
         count = max(len(listed.shards), *(position + 1 for position in own))
         shards = [own[position] if position in own else listed.shards[position] for position in range(count)]
-        manifest = {
-            **listed.manifest,
-            "tokens": sum(shard.tokens for shard in shards),
-            "documents": sum(shard.documents for shard in shards),
-            "shards": [shard.to_dict() for shard in shards],
-        }
+        manifest = {**listed.manifest, **manifest_of(shards)}
         name = f"manifest.v{version}.json"
         path = storage.join(corpus.tokens, listed.source, name)
         storage.write_json(path, manifest)

@@ -20,26 +20,22 @@ from quern.storage.parquet import Table
 __all__ = ["check_documents", "check_signatures", "find_relatives"]
 
 _TEXTS = ("text", "extracted")
+_SHARED = ("post_filter_hash", "canonical_url")
 
 
 def find_relatives(run: str, purged: Purged) -> tuple[np.ndarray, Check]:
     """Documents with the text or the canonical URL of a purged one that are not purged themselves (S16[n], sorted),
     from all verdicts; and whether all purged documents have one."""
     check = Check("verdicts", "every purged document is known by its verdict; its relatives are looked for below")
-    parts, seen = [], np.zeros(len(purged.ids), bool)
-    for _, _, name in tables_in(run, "verdicts"):
-        try:
-            with opened(storage.join(run, name), ("doc_id", "post_filter_hash", "canonical_url")) as table:
-                for group in range(table.num_row_groups):
-                    rows = table.read_row_group(group, ("doc_id", "post_filter_hash", "canonical_url"))
-                    ids = keys_of(rows["doc_id"])
-                    check.counts["verdicts"] += len(ids)
-                    at = places(purged.ids, ids)
-                    own = at >= 0
-                    seen[at[own]] = True
-                    parts.append(ids[_related(rows, purged) & ~own])
-        except InputError as error:
-            check.found(name, str(error))
+    parts, seen = list[np.ndarray](), np.zeros(len(purged.ids), bool)
+
+    def look(name: str, first: int, ids: np.ndarray, table: Table, group: int) -> None:
+        at = places(purged.ids, ids)
+        own = at >= 0
+        seen[at[own]] = True
+        parts.append(ids[_related(table.read_row_group(group, _SHARED), purged) & ~own])
+
+    _look_through(run, check, "verdicts", _SHARED, look, rows="verdicts")
     relatives = key_set(parts)
     check.counts["relatives"] = len(relatives)
     for row in np.flatnonzero(~seen).tolist():
@@ -75,15 +71,18 @@ def check_documents(run: str, purged: Purged, relatives: np.ndarray, *, deep: bo
     return check
 
 
-def _look_through(run: str, check: Check, folder: str, columns: Sequence[str], look: Callable[..., None]) -> None:
-    """Have ``look`` take name, first row, doc_ids, table and number of every row group below ``folder``."""
+def _look_through(
+    run: str, check: Check, folder: str, columns: Sequence[str], look: Callable[..., None], rows: str = "rows"
+) -> None:
+    """Have ``look`` take name, first row, doc_ids, table and number of every row group below ``folder``; ``rows``: what
+    they are counted as."""
     for _, _, name in tables_in(run, folder):
         first = 0
         try:
             with opened(storage.join(run, name), ("doc_id", *columns)) as table:
                 for group in range(table.num_row_groups):
                     ids = keys_of(table.read_row_group(group, ("doc_id",))["doc_id"])
-                    check.counts["rows"] += len(ids)
+                    check.counts[rows] += len(ids)
                     look(name, first, ids, table, group)
                     first += len(ids)
         except InputError as error:

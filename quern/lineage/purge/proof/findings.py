@@ -54,13 +54,4 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "name": self.name,
-            "claim": self.claim,
-            "status": self.status,
-            "counts": dict(self.counts),
-            "num_findings": self.num_findings,
-            "findings": [asdict(found) for found in self.findings],
-            "unknown": list(self.unknown),
-            "notes": list(self.notes),
-        }
+        return {**vars(self), "status": self.status, "findings": list(map(asdict, self.findings))}

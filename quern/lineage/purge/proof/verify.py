@@ -43,15 +43,7 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "run": self.run,
-            "version": self.version,
-            "purges": self.purges,
-            "documents": self.documents,
-            "deep": self.deep,
-            "holds": self.holds,
-            "checks": [check.to_dict() for check in self.checks],
-        }
+        return {**vars(self), "holds": self.holds, "checks": [check.to_dict() for check in self.checks]}
 
 
 def verify(

@@ -210,11 +210,8 @@ def read_key(path: str) -> bytes:
         InputError: it cannot be read, or is too short or too long to be one.
     """
     least, most = _KEY_BYTES
-    try:
-        with open(path, "rb") as file:
-            key = file.read(most + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    with storage.reading(path), open(path, "rb") as file:
+        key = file.read(most + 1)
     if not least <= len(key) <= most:
         raise InputError(f"{path}: a key has {least} to {most} bytes, got {len(key) if len(key) <= most else 'more'}")
     return key

@@ -35,6 +35,7 @@ from quern.lineage.index.decided import Redecided
 from quern.lineage.purge.restoration.affected import affected, check_closed, signatures_of
 from quern.lineage.purge.tables.row_groups import tables_in
 from quern.lineage.purge.tables.rows import batches, matching, with_value
+from quern.tokenize.corpus_version import fields
 from quern.tokenize.place import keyed_hashes, validation_limit
 
 __all__ = ["MOVED_SCHEMA", "Restored", "reconsider"]
@@ -79,31 +80,33 @@ class Restored:
     """Those are all of the corpus, since a band of theirs was full."""
 
 
-def reconsider(run: str, deletion_set: pa.Table, *, scratch: str | None = None) -> Restored:
+def reconsider(run: str, deletion_set: pa.Table) -> Restored:
     """What a fresh run without the ``deletion_set`` (a table with ``doc_id``) would keep that this corpus does not
     hold, and the other way round. Documents that earlier purges have taken stay out, and what they restored counts as
     kept.
 
-    Nothing of the run is written. ``scratch`` (None: a temporary folder) takes the tables of the documents to decide,
-    removed in the end. Memory: about 100 bytes a document of the components that have a document to delete,
-    and what a task of duplicate removal takes (300 MB).
+    Nothing of the run is written. A temporary folder takes the tables of the documents to decide. Memory: about 100
+    bytes a document of the components that have a document to delete, and what a task of duplicate removal takes
+    (300 MB).
 
     Raises:
         InputError: a table of decisions, signatures, texts or verdicts is missing or damaged.
         QuernError: the deletion set is not closed under equal texts and URLs.
     """
-    with tempfile.TemporaryDirectory(prefix="quern-restore-", dir=scratch) as folder:
+    with tempfile.TemporaryDirectory(prefix="quern-restore-") as folder:
         return _Reconsidered(run, key_set([keys_of(deletion_set["doc_id"])]), folder).outcome()
 
 
 class _Reconsidered:
     def __init__(self, run: str, deletion_set: np.ndarray, folder: str) -> None:
         self.run, self.deletion_set, self.folder = run, deletion_set, folder
-        config = _mapping(storage.read_json(storage.join(run, "run.json")), "config", run)
+        path = storage.join(run, "run.json")
+        config = fields(path, storage.read_json(path), {"config": dict})["config"]
         self.duplicates = DuplicatesConfig.model_validate(config.get("duplicates", {}))
         self.priorities = {str(own["name"]): int(own.get("priority", 0)) for own in config["sources"]}
         self.seed = int(config.get("seed", 0))
-        self.validation = float(_mapping(config, "tokenize", run).get("validation", 0.002))
+        tokenize = fields(path, config, {"tokenize": dict}, "config.")["tokenize"]
+        self.validation = float(tokenize.get("validation", 0.002))
         tokens = storage.join(run, "tokens")
         self.version = int(storage.read_json(storage.join(tokens, "VERSION.json"))["version"])
         purges = Purges(tokens, self.version)
@@ -247,13 +250,6 @@ class _Reconsidered:
             row["place_key"] = place
         ordered = sorted(rows, key=lambda row: (row["stream"], row["place_key"], row["doc_id"]))
         return pa.Table.from_pylist(ordered, MOVED_SCHEMA)
-
-
-def _mapping(record: Any, key: str, run: str) -> Mapping[str, Any]:
-    found = record.get(key) if isinstance(record, Mapping) else None
-    if not isinstance(found, Mapping):
-        raise InputError(f"{storage.join(run, 'run.json')}: {key}: expected a mapping, got {found!r:.60}")
-    return found
 
 
 def _removals(path: str, wanted: Any) -> Iterator[np.ndarray]:

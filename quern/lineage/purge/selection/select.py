@@ -113,13 +113,8 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     if path == "-":
         yield from _bounded(sys.stdin.buffer)
         return
-    try:
-        with storage.open_read(path) as file:
-            yield from _bounded(file)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    with storage.reading(path), storage.open_read(path) as file:
+        yield from _bounded(file)
 
 
 def _bounded(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:

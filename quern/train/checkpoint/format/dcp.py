@@ -19,7 +19,6 @@ from io import RawIOBase
 from itertools import groupby, product
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -69,11 +68,9 @@ def load_tensors(
     metadata: Metadata,
     tensors: Mapping[str, torch.Tensor],
     rows: Mapping[str, int],
-    *,
-    group: dist.ProcessGroup | None,
-    alone: bool,
+    agreement: Agreement,
 ) -> None:
-    """Read into ``tensors`` in place, each rank its part; collective unless ``alone``.
+    """Read into ``tensors`` in place, each rank of ``agreement`` its part; collective.
 
     Names, sizes and types must have been checked against ``metadata``. Beside the tensors a rank holds
     :data:`BUFFER_BYTES` and its plan.
@@ -81,7 +78,6 @@ def load_tensors(
     Raises:
         QuernError: on every rank, when a rank could not read.
     """
-    agreement = Agreement(0, 1) if alone else Agreement(dist.get_rank(group), dist.get_world_size(group), group)
 
     def read() -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,10 +46,7 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """The size of the values alone."""
-        count = self.torch_dtype.itemsize
-        for size in self.sizes:
-            count *= size
-        return count
+        return self.torch_dtype.itemsize * math.prod(self.sizes)
 
     @property
     def end(self) -> int:

@@ -17,13 +17,15 @@ import re
 import shutil
 import socket
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from quern import storage
 from quern.errors import InputError, QuernError
 
 __all__ = [
-    "FolderLock", "make_staging_folder", "publish_folder", "recover", "remove_folder", "staging_path", "write_file",
+    "FolderLock", "check_free", "make_staging_folder", "new_folder", "publish_folder", "recover", "remove_folder",
+    "staging_path", "write_file",
 ]  # fmt: skip
 
 _LEFTOVER = re.compile(r"\.(?P<name>step_\d{8,})\.[0-9a-f]{32}\.(?P<kind>tmp|replaced)")
@@ -49,6 +51,30 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def check_free(path: str) -> None:
+    """Refuse a path that is taken."""
+    if os.path.lexists(path):
+        raise InputError(f"{path}: is already there; expected a path that is free")
+
+
+@contextmanager
+def new_folder(final: str) -> Iterator[str]:
+    """The folder in which the block writes ``final``: published when the block ends, removed if it raises.
+
+    Raises:
+        InputError: ``final`` is there.
+    """
+    token = uuid.uuid4().hex
+    staged = staging_path(final, token)
+    try:
+        os.makedirs(staged)
+        yield staged
+        publish_folder(staged, final, token, replace=False)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
 def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> None:
     """Rename the complete, synced folder ``staged`` to its final name.
 
@@ -58,9 +84,9 @@ def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> Non
     parent = os.path.dirname(final)
     aside = None
     storage.sync(staged)
+    if not replace:
+        check_free(final)
     if os.path.lexists(final):
-        if not replace:
-            raise InputError(f"{final}: is already there; expected a path that is free")
         aside = os.path.join(parent, f".{os.path.basename(final)}.{token}.replaced")
         os.rename(final, aside)
         storage.sync(parent)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from quern import storage
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord
 
@@ -78,11 +79,8 @@ def read_metadata(path: str, files: Mapping[str, FileRecord]) -> Metadata:
             or ``files``.
     """
     file = os.path.join(path, METADATA_FILE)
-    try:
-        with open(file, "rb") as stream:
-            data = stream.read()
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
+    with storage.reading(file), open(file, "rb") as stream:
+        data = stream.read()
     try:
         root = _Inert(io.BytesIO(data), file).load()
         return _rebuild(root, files, file)

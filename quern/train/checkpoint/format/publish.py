@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -17,10 +18,8 @@ __all__ = ["complete_folder", "read_ranks", "written_by"]
 
 def read_ranks(path: str, encoding: EncodingInfo) -> bytes:
     """The bytes of a ranks file; another file than the encoding's is an :class:`InputError`."""
-    try:
+    with storage.reading(path):
         data = storage.read_bytes(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     if sha256_of(data) != encoding.ranks_sha256:
         raise InputError(f"{path}: expected SHA-256 {encoding.ranks_sha256}, of encoding {encoding.name}, has another")
     return data
@@ -46,8 +45,7 @@ def complete_folder(
     records = {name: FileRecord(sha256_of(data), len(data)) for name, data in documents.items()}
     for name, data in documents.items():
         write_file(os.path.join(staged, name), data)
-    fields = vars(manifest) | {"files": {**manifest.files, **records}}
-    manifest = Manifest(**fields)
+    manifest = replace(manifest, files={**manifest.files, **records})
     Manifest.from_dict(manifest.to_dict(), name=os.path.join(staged, MANIFEST_FILE))  # what is published can be read
     write_file(os.path.join(staged, MANIFEST_FILE), manifest.to_bytes())
     return manifest

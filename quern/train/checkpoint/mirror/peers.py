@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import IO, Any, TypeVar
 
 from quern import storage
@@ -117,14 +116,11 @@ class Peer:
             PeerError: the peer cannot take it, or the attempts ran out.
         """
         _check(folder, name)
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != record.size:
-                    raise InputError(f"{path}: expected {record.size} bytes, has {size}")
-                self._retry(f"{folder}/{name}", lambda: self._upload(folder, name, path, file, record))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        with storage.reading(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                raise InputError(f"{path}: expected {record.size} bytes, has {size}")
+            self._retry(f"{folder}/{name}", lambda: self._upload(folder, name, path, file, record))
 
     def _upload(self, folder: str, name: str, path: str, file: IO[bytes], record: FileRecord) -> None:
         patience_s = self.timeout_s + record.size / HASH_BYTES_PER_S
@@ -139,12 +135,14 @@ class Peer:
         headers = {"X-SHA256": record.sha256, "Content-Length": str(record.size - start)}
         if start:
             headers["Content-Range"] = f"bytes {start}-{record.size - 1}/{record.size}"
-        _read(path, partial(file.seek, start))
+        with storage.reading(path):
+            file.seek(start)
 
         def body(connection: http.client.HTTPConnection) -> None:
             left = record.size - start
             while left and not _readable(connection.sock):  # it answers early when it has the file or no room
-                chunk = _read(path, partial(file.read, min(CHUNK, left)))
+                with storage.reading(path):  # a failure of the disk here is not taken for one of the network
+                    chunk = file.read(min(CHUNK, left))
                 if not chunk:
                     raise InputError(f"{path}: became shorter while it was sent")
                 self.limit.take(len(chunk))
@@ -152,8 +150,11 @@ class Peer:
                 left -= len(chunk)
 
         with self._request("PUT", f"/{folder}/{name}", headers, body, patience_s=patience_s) as response:
-            if response.status == 422 and _read(path, partial(storage.sha256, path)) != record.sha256:
-                raise InputError(f"{path}: expected SHA-256 {record.sha256}, has another")
+            if response.status == 422:
+                with storage.reading(path):
+                    same = storage.sha256(path) == record.sha256
+                if not same:
+                    raise InputError(f"{path}: expected SHA-256 {record.sha256}, has another")
             self._expect(response, 200, 201)
 
     def _json(self, what: str, target: str, missing: Any = None) -> Any:
@@ -231,14 +232,6 @@ def _check(folder: str, name: str | None = None) -> None:
         raise InputError(f"folder: expected a checkpoint's, as step_00001000, got {folder!r}")
     if name is not None and not is_file_name(name):
         raise InputError(f"{folder}: {name!r}: expected a plain file name of letters, digits, '.', '_' and '-'")
-
-
-def _read(path: str, read: Callable[[], T]) -> T:
-    """What ``read`` returns; a failure of the disk here is not taken for one of the network."""
-    try:
-        return read()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def _readable(sock: socket.socket) -> bool:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from quern import storage
@@ -107,7 +106,6 @@ class CheckpointManager(Closes):
         config: CheckpointConfig,
         rank: int = 0,
         world: int = 1,
-        process_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         from_store: bool = False,
     ) -> None:
@@ -117,8 +115,7 @@ class CheckpointManager(Closes):
         self.root = checkpoints_folder(self.run_dir)
         self.rejected: list[Problem] = []
         """What :meth:`latest_valid` found wrong, newest checkpoint first."""
-        self.agreement = Agreement(rank, world, process_group)
-        self._group = process_group
+        self.agreement = Agreement(rank, world)
         self._parts = ExitStack()
         """What is closed in the reverse order, each whatever the others do; the lock last."""
         try:
@@ -256,14 +253,7 @@ class CheckpointManager(Closes):
             log.info("%s: its moments are converted, %s (optimizer.moments)", path, change)
         folder = self.tiers.bring(path, plan.manifest, needed)
         plan.view.clear_padding()
-        load_tensors(
-            folder,
-            plan.metadata,
-            plan.view.tensors,
-            plan.view.rows,
-            group=self._group,
-            alone=self.agreement.world == 1,
-        )
+        load_tensors(folder, plan.metadata, plan.view.tensors, plan.view.rows, self.agreement)
         plan.view.finish_load()
         return Loaded(plan.manifest, plan.extra)
 

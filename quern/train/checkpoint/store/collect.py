@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.file_locations import Place, in_order, read_places
-from quern.train.checkpoint.format.folder import publish_folder, staging_path, write_file
+from quern.train.checkpoint.format.folder import check_free, new_folder, write_file
 from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, checkpoint_name
 from quern.train.checkpoint.store.sources import Source, find_source
 
@@ -62,8 +61,7 @@ class Collected:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        fields = asdict(self) | {"files": [asdict(origin) for origin in self.files], "notes": list(self.notes)}
-        return fields | {"bytes": sum(origin.size for origin in self.files)}
+        return asdict(self) | {"bytes": sum(origin.size for origin in self.files)}
 
 
 class NotWholeError(QuernError):
@@ -122,8 +120,7 @@ def collect(source: str, out: str, *, step: int | None = None) -> Collected:
 def check_target(out: str, step: int | None = None, source: str | None = None) -> None:
     """Refuse a new checkpoint's absolute path ``out`` that is taken, that bears the name of another step than ``step``,
     or that lies in the checkpoint ``source``."""
-    if os.path.lexists(out):
-        raise InputError(f"{out}: is already there; expected a path that is free")
+    check_free(out)
     if source is not None and os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):
         raise InputError(f"{out}: lies in the checkpoint that is read; expected a path outside")
     name = os.path.basename(out)
@@ -156,23 +153,17 @@ class _Gathering:
         files = self.manifest.files
         seen = {name: self._look(name, record) for name, record in sorted(files.items())}
         self._check(seen)
-        token = uuid.uuid4().hex
-        staged = staging_path(out, token)
         origins = []
         try:
-            os.makedirs(staged)
-            needed, free = sum(record.size for record in files.values()), shutil.disk_usage(staged).free
-            if needed > free:
-                raise QuernError(f"{out}: {needed} bytes do not fit on the disk, which has {free} left")
-            for name, (origins_seen, said) in seen.items():
-                origins.append(self._take(name, files[name], origins_seen, said, staged))
-            write_file(os.path.join(staged, MANIFEST_FILE), self.manifest.to_bytes())
-            publish_folder(staged, out, token, replace=False)
-        except BaseException as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise QuernError(f"{out}: not written: {error.strerror or error}") from error
-            raise
+            with new_folder(out) as staged:
+                needed, free = sum(record.size for record in files.values()), shutil.disk_usage(staged).free
+                if needed > free:
+                    raise QuernError(f"{out}: {needed} bytes do not fit on the disk, which has {free} left")
+                for name, (origins_seen, said) in seen.items():
+                    origins.append(self._take(name, files[name], origins_seen, said, staged))
+                write_file(os.path.join(staged, MANIFEST_FILE), self.manifest.to_bytes())
+        except OSError as error:
+            raise QuernError(f"{out}: not written: {error.strerror or error}") from error
         return tuple(origins)
 
     def _check(self, seen: Mapping[str, tuple[list[Origin], list[str]]]) -> None:

@@ -6,7 +6,6 @@
                 "files": {name: {"sha256": …, "size": …}}, "last": null}}
     {"cancel": 1000}
 
-    {"progress": 1000, "number": 7, "bytes": 8388608, "total": 99}      at most one a second
     {"uploaded": 1000, "number": 7, "last": false, "bytes": 99, "seconds": 1.5}
     {"waiting": 1000, "number": 7, "last": true, "why": "…"}
     {"failed": 1000, "number": 7, "last": false, "why": "…", "permanent": true, "dropped": false}
@@ -103,10 +102,6 @@ class _Job:
 
     def answer(self, kind: str, **said: Any) -> dict[str, Any]:
         return {kind: self.step, "number": self.number, **said}
-
-    @property
-    def total(self) -> int:
-        return sum(record.size for named in (self.files, self.last) for record in named.values())
 
 
 class Mover:
@@ -231,28 +226,20 @@ class Mover:
         if job.last and not self._target.takes_manifests:
             raise InputError(f"step {job.step}: another node's disk keeps no manifests")
         self._allow(self._target)
-        start = self._clock()
-        sent = done = of_file = 0
-        said = start
+        start, sent = self._clock(), 0
 
         def progress(num_bytes: int) -> None:
-            nonlocal sent, of_file, said
+            nonlocal sent
             self._check()
-            sent, of_file = sent + num_bytes, of_file + num_bytes
-            if self._clock() - said >= 1.0:
-                said = self._clock()
-                there = done + min(of_file, record.size)  # a piece may be sent more than once
-                self._reply(job.answer("progress", bytes=there, total=job.total))
+            sent += num_bytes
 
         for named in (job.files, job.last):
             for name, record in sorted(named.items()):
                 self._check()
-                of_file = 0
                 if not self._target.has(job.step, name, record):
                     if not os.path.lexists(job.folder):
                         raise SourceError(f"{job.folder}: is no longer there; {name} was not moved and never will be")
                     self._target.put(job.step, name, os.path.join(job.folder, name), record, self._rate, progress)
-                done += record.size
         seconds = round(self._clock() - start, 3)
         return job.answer("uploaded", last=bool(job.last), bytes=sent, seconds=seconds)
 

@@ -17,7 +17,7 @@ from quern.train.checkpoint.store.owner import Owner
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
 from quern.train.processes.spawn import Child
 
-__all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
+__all__ = ["Cancelled", "Died", "Event", "Failed", "Uploaded", "Uploader", "Waiting"]
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +56,6 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Bytes of a request's files that are there or sent, of all."""
-
-    step: int
-    num_bytes: int
-    total: int
-
-
-@dataclass(frozen=True)
 class Cancelled:
     """A request to give up the uploads of ``step`` that were asked for before; files that were moved already stay."""
 
@@ -78,7 +69,7 @@ class Died:
     why: str
 
 
-Event = Uploaded | Failed | Waiting | Progress | Cancelled | Died
+Event = Uploaded | Failed | Waiting | Cancelled | Died
 
 
 @dataclass(frozen=True)
@@ -254,8 +245,6 @@ def _event(line: str) -> tuple[int | None, Event] | None:
             return number, Uploaded(said["uploaded"], said["last"], said["bytes"], said["seconds"])
         if "failed" in said:
             return number, Failed(said["failed"], said["last"], said["why"], said["permanent"], said["dropped"])
-        if "waiting" in said:
-            return number, Waiting(said["waiting"], said["last"], said["why"])
-        return number, Progress(said["progress"], said["bytes"], said["total"])
+        return number, Waiting(said["waiting"], said["last"], said["why"])
     except (ValueError, KeyError, TypeError):
         return None

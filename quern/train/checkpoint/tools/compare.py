@@ -78,14 +78,10 @@ class TensorDifference:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; a number JSON does not have is a text."""
         return {
-            "name": self.name,
+            **vars(self),
             "equal": self.equal,
-            "sizes": {side: list(size) for side, size in self.sizes.items()},
-            "dtypes": dict(self.dtypes),
-            "differing": self.differing,
             "max_abs": None if self.differing is None else as_json(self.max_abs),
             "relative": None if self.differing is None else as_json(self.relative),
-            "nans": dict(self.nans),
         }
 
 

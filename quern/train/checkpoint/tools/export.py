@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
-import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
 from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding
 from quern.train.checkpoint.format.file_locations import check_together
-from quern.train.checkpoint.format.folder import publish_folder, staging_path, write_file
+from quern.train.checkpoint.format.folder import check_free, new_folder, write_file
 from quern.train.checkpoint.format.manifest import (
     ENCODING_FILE,
     EncodingInfo,
@@ -46,10 +44,6 @@ class Exported:
     tokenizer: bool
     """False: the checkpoint does not know its encoding."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self) | {"files": list(self.files)}
-
 
 def export_hf(
     source: str, out: str, *, dtype: torch.dtype | None = None, max_shard_bytes: int = hf.MAX_SHARD_BYTES
@@ -75,11 +69,7 @@ def export_hf(
     eos_id = encoding.eot_id if encoding else None
     length = _trained_length(path)
     hf.hf_config(manifest.model, max_position=length, eos_id=eos_id, dtype=torch.float32)  # refuses before the work
-    token = uuid.uuid4().hex
-    final = os.path.abspath(out)
-    staged = staging_path(final, token)
-    os.makedirs(staged)
-    try:
+    with new_folder(os.path.abspath(out)) as staged:
         written = hf.write_weights(
             staged, manifest.model, iter_weights(path), dtype=dtype, max_shard_bytes=max_shard_bytes
         )
@@ -95,10 +85,6 @@ def export_hf(
         files = sorted(os.listdir(staged))
         for name in files:
             storage.sync(os.path.join(staged, name))
-        publish_folder(staged, final, token, replace=False)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
     return Exported(
         out, path, manifest.step, config["torch_dtype"], manifest.model.num_parameters, tuple(files), bool(encoding)
     )
@@ -190,8 +176,7 @@ def load_model(path: str, *, compute_dtype: torch.dtype | None = None) -> tuple[
 def _check_free(out: str) -> None:
     if not storage.is_local(out):
         raise InputError(f"{out}: expected a local folder")
-    if os.path.lexists(out):
-        raise InputError(f"{out}: is already there; expected a path that is free")
+    check_free(out)
 
 
 def _trained_length(path: str) -> int | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +15,7 @@ from quern.model.config import ModelShape
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.dcp import load_tensors, save_tensors
 from quern.train.checkpoint.format.file_locations import Place, check_together, elsewhere, in_order, read_places
-from quern.train.checkpoint.format.folder import publish_folder, staging_path
+from quern.train.checkpoint.format.folder import check_free, new_folder
 from quern.train.checkpoint.format.manifest import (
     ENCODING_FILE,
     METADATA_FILE,
@@ -33,6 +30,7 @@ from quern.train.checkpoint.format.metadata import read_metadata
 from quern.train.checkpoint.format.publish import complete_folder, read_ranks, written_by
 from quern.train.checkpoint.format.state import weight_sizes
 from quern.train.checkpoint.store.store import Store
+from quern.train.processes.agree import Agreement
 
 __all__ = [
     "Verified", "inspect", "inspect_stored", "iter_weights", "read_manifest", "verify", "weight_sizes", "write_weights",
@@ -53,7 +51,7 @@ def iter_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     for name, stored in sorted(metadata.state_dict_metadata.items()):
         if name.startswith("model.") and isinstance(stored, TensorStorageMetadata):
             tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-            load_tensors(path, metadata, {name: tensor}, {}, group=None, alone=True)
+            load_tensors(path, metadata, {name: tensor}, {}, Agreement(0, 1))
             yield name.removeprefix("model."), tensor
 
 
@@ -76,8 +74,7 @@ def write_weights(
             the encoding's.
     """
     path = os.path.abspath(path)
-    if os.path.lexists(path):
-        raise InputError(f"{path}: is already there; expected a path that is free")
+    check_free(path)
     if (encoding is None) != (ranks_path is None):
         raise ValueError("encoding and ranks_path belong together")
     sizes = weight_sizes(shape)
@@ -93,13 +90,10 @@ def write_weights(
             raise InputError(f"{path}: {name}: expected size {list(sizes[name])}, got {list(tensor.shape)}")
         return tensor.to(device="cpu", dtype=dtype).contiguous()
 
-    token = uuid.uuid4().hex
-    staged = staging_path(path, token)
     documents = {}
     if encoding is not None and ranks_path is not None:
         documents[ENCODING_FILE] = read_ranks(ranks_path, encoding)
-    os.makedirs(staged)
-    try:
+    with new_folder(path) as staged:
         described = {f"model.{name}": torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()}
         files = save_tensors(staged, described, fetch)
         manifest = Manifest(
@@ -121,11 +115,6 @@ def write_weights(
             files=files,
         )
         manifest = complete_folder(staged, manifest, documents)
-        publish_folder(staged, path, token, replace=False)
-    except BaseException:
-        with suppress(OSError):
-            shutil.rmtree(staged)
-        raise
     return manifest
 
 

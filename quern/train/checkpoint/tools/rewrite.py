@@ -7,16 +7,12 @@ is being read (:mod:`quern.train.checkpoint.format.slices`).
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, Any, BinaryIO, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
@@ -33,7 +29,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.file_locations import check_together
-from quern.train.checkpoint.format.folder import publish_folder, staging_path
+from quern.train.checkpoint.format.files import HashedFile
+from quern.train.checkpoint.format.folder import new_folder
 from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord, Manifest
 from quern.train.checkpoint.format.metadata import read_metadata
 from quern.train.checkpoint.format.publish import complete_folder, written_by
@@ -130,26 +127,19 @@ def write_anew(
         raise QuernError(f"{problems[0]}; the checkpoint is damaged, nothing was written")
     small = (name for name in source.manifest.files if name != METADATA_FILE and not name.endswith(DEFAULT_SUFFIX))
     copied = {name: storage.read_bytes(os.path.join(source.path, name)) for name in small}
-    token = uuid.uuid4().hex
-    staged = staging_path(out, token)
-    os.makedirs(staged)
     try:
-        records = _write(staged, plan, given)
-        for name, tensor in read_metadata(staged, records).state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            assert tensor.size == given.tensors[name].size
-        manifest = replace(manifest, files=records, written_by=written_by())
-        if weights_only:
-            types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in given.tensors.values()}
-            manifest = replace(manifest, optimizer=False, scalars={}, precision="+".join(sorted(types)))
-        complete_folder(staged, manifest, copied | dict(documents or {}))
-        publish_folder(staged, out, token, replace=False)
-    except BaseException as error:
-        with suppress(OSError):
-            shutil.rmtree(staged)
-        if isinstance(error, OSError | RuntimeError):
-            raise QuernError(f"{out}: not written: {describe(error)}") from error
-        raise
+        with new_folder(out) as staged:
+            records = _write(staged, plan, given)
+            for name, tensor in read_metadata(staged, records).state_dict_metadata.items():
+                assert isinstance(tensor, TensorStorageMetadata)
+                assert tensor.size == given.tensors[name].size
+            manifest = replace(manifest, files=records, written_by=written_by())
+            if weights_only:
+                types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in given.tensors.values()}
+                manifest = replace(manifest, optimizer=False, scalars={}, precision="+".join(sorted(types)))
+            complete_folder(staged, manifest, copied | dict(documents or {}))
+    except (OSError, RuntimeError) as error:
+        raise QuernError(f"{out}: not written: {describe(error)}") from error
     sizes = {name: record.size for name, record in records.items() if name != METADATA_FILE}
     return Rewritten(source.path, out, manifest.step, manifest.optimizer, len(given.tensors), sizes)
 
@@ -215,33 +205,6 @@ def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
     return [[pieces[place] for place in sorted(places)] for places in mine]
 
 
-class _HashedFile:
-    """A file being written, with its checksum."""
-
-    def __init__(self, path: str) -> None:
-        self._file: BinaryIO = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by close)
-        self._hash = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def finish(self) -> FileRecord:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileRecord(self._hash.hexdigest(), self._file.tell())
-
-    def close(self) -> None:
-        with suppress(OSError):  # what counts was synced; after an error there is nothing left to say
-            self._file.close()
-
-
 class _MetadataWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         return None  # it would hold the path of the folder before it is published
@@ -254,8 +217,7 @@ def _write(staged: str, plan: list[list[_Piece]], given: Tensors) -> dict[str, F
     tensors: dict[str, TensorStorageMetadata] = {}
     for number, pieces in enumerate(plan):
         file = f"__0_{number}{DEFAULT_SUFFIX}"
-        stream = _HashedFile(os.path.join(staged, file))
-        try:
+        with HashedFile(os.path.join(staged, file)) as stream:
             for piece in pieces:
                 offset = stream.tell()
                 torch.save(given.read(piece.name, piece.box), cast(IO[bytes], stream))
@@ -264,8 +226,6 @@ def _write(staged: str, plan: list[list[_Piece]], given: Tensors) -> dict[str, F
                 index = MetadataIndex(piece.name, piece.box.offsets)
                 written.append(WriteResult(index, length, _StorageInfo(file, offset, length)))
             records[file] = stream.finish()
-        finally:
-            stream.close()
     for piece in (piece for pieces in plan for piece in pieces):
         if piece.name not in tensors:
             like = given.tensors[piece.name]
