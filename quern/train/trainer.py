@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -103,8 +104,7 @@ class Trainer(Closes):
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
         self.done = self.start.step  # optimizer steps that are complete
-        self._skips = self.start.skips
-        self._spikes = [*self.start.spikes]
+        self._skips, self._spikes = self.start.skips, [*self.start.spikes]
         self.back = GoingBack(self.config, self.start.mixture.order.hash, self.start.backs, self.ledger, self.ranks)
         self.watchdog = Watchdog(self.config, self.ranks, self.start.step)
         self.device_watch = DeviceWatch(self.config.device_check_s, self.ranks)
@@ -162,10 +162,7 @@ class Trainer(Closes):
 
     def steps(self) -> Iterator[int]:
         """Iterate over the remaining steps (the first of a run is 0); ends early when all ranks know of a signal."""
-        for step in range(self.start.step, self.config.steps):
-            if self.stopped_by is not None:
-                return
-            yield step
+        yield from takewhile(lambda _: self.stopped_by is None, range(self.start.step, self.config.steps))
 
     def data_step(self, step: int) -> int:
         """The data step that an optimizer step reads."""
@@ -365,10 +362,9 @@ class Trainer(Closes):
         if self.ledger is not None and not math.isfinite(self._held_out):
             log.warning("the held-out loss is not finite: the weights are of no use")
         failing = [] if self.complete else self.device_watch.found()
-        if self.ledger is not None and not self.complete:
-            self.ledger.append("stopped", step=self.done, **as_fact(failing, str(self.stopped_by)))
-        elif self.ledger is not None:
-            self.ledger.append("end", step=self.done)
+        if self.ledger is not None:
+            why = {} if self.complete else as_fact(failing, str(self.stopped_by))
+            self.ledger.append("end" if self.complete else "stopped", step=self.done, **why)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)
         self.ranks.barrier()
         self.device_watch.leave_if(failing, self.done)

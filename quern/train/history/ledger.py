@@ -23,9 +23,9 @@ name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.h
 before, leave_out, good, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler
 {step, what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``slow_links
 {step, found, links, before, now}``, what was found in so many links when transfers had come to take more of the
-computation's time, ``now`` and ``before`` (:mod:`quern.train.supervision.link_probe`); ``placement {step, layers}``: after ``step``
-steps experts were placed anew, by each layer's number those that stand in each place now, by their numbers before
-(:mod:`quern.train.step.placement`); ``corrupt {step, since, group,
+computation's time, ``now`` and ``before`` (:mod:`quern.train.supervision.link_probe`); ``placement {step, layers}``,
+after ``step`` steps experts were placed anew: of each layer, by its number, which stand in each place now, by their
+numbers before (:mod:`quern.train.step.placement`); ``corrupt {step, since, group,
 ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last equal after
 ``since`` (:mod:`quern.train.supervision.replicas`), or with ``pairs`` two computations of a micro-batch
 (:mod:`quern.train.supervision.recomputation`); ``complete {step}``, steps that another trainer says it has completed;

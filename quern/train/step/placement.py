@@ -59,8 +59,7 @@ class Placement:
 
     def _of_layer(self, layer: int) -> Iterator[Tensor]:
         """What has a row for each expert, in the same order on every rank that holds the layer."""
-        block = self._parallel.weights.blocks[str(layer)] if str(layer) in self._parallel.weights.blocks else None
-        moe = None if block is None else block.ffn
+        moe = getattr(dict(self._parallel.weights.blocks.named_children()).get(str(layer)), "ffn", None)
         if not isinstance(moe, MoE):
             return
         for parameter in (moe.router.weight, *moe.experts.parameters()):
