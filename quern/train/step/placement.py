@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from quern.model.init import local_slice
 from quern.model.moe.layer import MoE
@@ -72,7 +72,9 @@ class Placement:
 
 def _renumber(tensor: Tensor, order_E: Tensor) -> None:
     """Rows in this order; of one tensor at a time the whole is on every rank."""
-    if isinstance(tensor, DTensor):
-        to_local(tensor).copy_(tensor.full_tensor()[order_E][local_slice(tensor)])
-    else:
-        tensor.copy_(tensor[order_E])
+    whole = tensor
+    if isinstance(whole, DTensor):
+        for axis in range(whole.device_mesh.ndim):  # one by one, as torch warns of several at once
+            placements = [Replicate() if other <= axis else own for other, own in enumerate(whole.placements)]
+            whole = whole.redistribute(placements=placements)
+    to_local(tensor).copy_(to_local(whole)[order_E][local_slice(tensor)])
