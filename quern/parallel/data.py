@@ -6,6 +6,7 @@ what DDP and FSDP2 do of themselves, would be right only if every rank had the s
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -50,6 +51,8 @@ def shard(
             over = mesh if expert_mesh is None else expert_mesh
             along[weight] = Shard(dealt_along(tuple(to_local(weight).shape), STREAM[name], over.size(over.ndim - 1)))
         if expert_mesh is not None:
+            # with tp they return one, and nothing is changed in place
+            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPExperts\) returned a view")
             fully_shard(
                 experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision,
                 shard_placement_fn=along.get,

@@ -68,7 +68,9 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
     ("arguments", "expected"),
     [
         (("modle.dim=3",), "modle: unknown key; did you mean 'model'?"),
-        (("parallel.ep=2",), "ep: not available yet"),
+        (("parallel.ep=2",), "parallel.ep: expected a divisor of the ranks of dp_shard × cp (1)"),
+        (("parallel.ep_node=2",), "parallel: ep_node: expected a size between 1 and ep (1) that divides it: null"),
+        (("parallel.ep_float8=true",), "parallel: ep_float8: changes nothing where no token travels to experts"),
         (("parallel.cp_method=ring",), "parallel: cp_method: changes nothing without context parallelism"),
         (("parallel.ulysses=2",), "parallel: ulysses: changes nothing without context parallelism"),
         (

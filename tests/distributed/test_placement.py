@@ -94,9 +94,7 @@ def trained(data: str, run_dir: str, case: Case, interval: int | None, kills: li
         except KilledError:
             continue
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    losses = {
-        row["step"]: row["loss"] for row in rows if row["kind"] == "step"
-    }  # of a step that is done again the last
+    losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}  # the last of each
     found["losses"] = torch.tensor([losses[step] for step in range(STEPS)])
     ledger = [json.loads(line) for line in Path(run_dir, "ledger.jsonl").read_text().splitlines()]
     found["ledger"] = [(entry["step"], entry["layers"]) for entry in ledger if entry["kind"] == "placement"]
