@@ -102,7 +102,9 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     loads = None
     if model.shape.moe is not None:
         routes = mesh.rank("tp"), mesh.plan.tp
-        loads = ExpertLoads(model.shape, layout.balancing, layout.seq_len, device, mesh.shares_rows, routes)
+        loads = ExpertLoads(
+            model.shape, layout.balancing, layout.seq_len, device, mesh.shares_rows, routes, mesh.plan.ep
+        )
     stages = my_stages(model.shape, mesh, layout)
     # first: the rest is local
     parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]

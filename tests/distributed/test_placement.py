@@ -97,6 +97,8 @@ def trained(data: str, run_dir: str, case: Case, interval: int | None, kills: li
     losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}  # the last of each
     found["losses"] = torch.tensor([losses[step] for step in range(STEPS)])
     ledger = [json.loads(line) for line in Path(run_dir, "ledger.jsonl").read_text().splitlines()]
+    ranks = [row["experts"]["max_over_mean_of_ranks"] for row in rows if row["kind"] == "step"]
+    assert all(1 <= value <= case.on.ep for value in ranks)
     found["ledger"] = [(entry["step"], entry["layers"]) for entry in ledger if entry["kind"] == "placement"]
     return found
 

@@ -47,12 +47,12 @@ class ExpertLoads:
     """The loads of all layers with experts of a model, of which this rank may hold some.
 
     ``sharing``: names of the groups of ranks that compute other tokens of the same rows. ``part``: which part of its
-    rows' tokens this rank routes, of how many.
+    rows' tokens this rank routes, of how many. ``ep``: ranks that the experts are dealt out over.
     """
 
     def __init__(
         self, shape: ModelShape, balancing: Balancing, seq_len: int, device: torch.device, sharing: Sequence[str] = (),
-        part: tuple[int, int] = (0, 1),
+        part: tuple[int, int] = (0, 1), ep: int = 1,
     ) -> None:  # fmt: skip
         assert shape.moe is not None
         self.moe, self.balancing, self.seq_len, self.sharing = shape.moe, balancing, seq_len, tuple(sharing)
@@ -67,7 +67,7 @@ class ExpertLoads:
         """[layers with experts, E]: counts of the steps since experts were placed, where they are."""
         self.factor = torch.zeros((), dtype=torch.float64, device=device)
         self._biases: dict[int, nn.Module] = {}
-        self._part = part
+        self._part, self._ep = part, ep
         self._routed: list[Routed] = []
         self._forwards = [0] * len(self.layers)
 
@@ -139,7 +139,8 @@ class ExpertLoads:
 
     def read(self, noted: Tensor, *, counts: bool) -> dict[str, Any]:
         """The step's line for the metrics, by what :meth:`sent` gave: the :data:`SUMMARY`, ``max_over_mean_of_layer``
-        by the layer's number, and with ``counts`` those of all experts of each such layer."""
+        by the layer's number, with ``ep`` the greatest load of a rank over the mean as ``max_over_mean_of_ranks``, and
+        with ``counts`` those of all experts of each such layer."""
         counts_NE = noted[:, : self.moe.num_experts]
         dropped, entropy, logits = noted[:, self.moe.num_experts :].sum(dim=0)
         assigned = counts_NE.sum()
@@ -151,6 +152,9 @@ class ExpertLoads:
         )  # fmt: skip
         by_layer = {str(n): float(f"{value:.4g}") for n, value in zip(self.layers, greatest_N.tolist(), strict=True)}
         told = dict(zip(SUMMARY, torch.stack(figures).tolist(), strict=True)) | {"max_over_mean_of_layer": by_layer}
+        if self._ep > 1:
+            ranks_NR = counts_NE.unflatten(1, (self._ep, -1)).sum(dim=2)
+            told["max_over_mean_of_ranks"] = float((ranks_NR.amax(dim=1) / ranks_NR.mean(dim=1)).max())
         return told | ({"counts": counts_NE.long().tolist()} if counts else {})
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ def placing(counts: Sequence[int], moe: MoEShape, ep: int) -> list[int]:
     """For each place in turn the number of the expert that goes there, by the tokens that each was given: the one with
     the most first, to the rank that has the least so far and a place left (longest processing time first, Graham 1969).
 
-    Experts stay in their group where a token's are taken from some groups only. As they are where no rank's greatest
-    load would fall.
+    Experts stay in their group where a token's are taken from some groups only. All stay where they are if the greatest
+    load of a rank would fall by less than a fiftieth.
     """
     each, order = moe.num_experts // ep, list(range(moe.num_experts))
     load = [0] * ep
@@ -34,4 +34,4 @@ def placing(counts: Sequence[int], moe: MoEShape, ep: int) -> list[int]:
             for place, expert in zip(own, sorted(given[rank]), strict=True):
                 order[place] = expert
     before = max(sum(counts[rank * each : (rank + 1) * each]) for rank in range(ep))
-    return order if max(load) < before else list(range(moe.num_experts))
+    return order if 50 * max(load) <= 49 * before else list(range(moe.num_experts))
