@@ -67,7 +67,8 @@ class HostMasters:
             begin = [first, *(unit for unit in units if made & {weight for weight, _ in unit.pairs})]
             part.register_forward_pre_hook(partial(_wait, begin), prepend=True)  # before FSDP2's, which gathers
             part.before_use = lambda module, unit_of=unit_of: unit_of[module].wait() if module in unit_of else None
-            for module, unit in {part: first, **unit_of}.items():
+            of_experts = {own: unit for module, unit in unit_of.items() for own in module.modules()}
+            for module, unit in {part: first, **of_experts}.items():
                 if isinstance(module, FSDPModule):  # a pipeline's schedule gathers stages ahead
                     module.unshard = partial(_after, unit, module.unshard)  # type: ignore[method-assign]
 

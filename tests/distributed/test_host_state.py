@@ -31,6 +31,8 @@ SPARSE: dict[str, Any] = {
                                        "shared_ffn_dim": 16, "shared_gate": True}},
     "experts": {"bias_rate": 0.05, "balance_loss": 0.1, "balance_over": "global"},
 }  # fmt: skip
+EIGHT: dict[str, Any] = SPARSE | {
+    "model": {"num_layers": 2, "moe": SPARSE["model"]["moe"] | {"num_experts": 8}}}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, SHARDS),
     "fsdp2 kept, tied": (2, {"parallel": {"dp_shard": 2, "reshard_after_forward": False},
@@ -42,6 +44,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2fsdp2 zero 1": (4, {"parallel": {"cp": 2, "cp_method": "allgather", "dp_shard": 2, "zero": 1},
                             "micro_batch": 1}),
     "fsdp2 experts": (2, SHARDS | SPARSE),
+    "ep2 experts": (2, {"parallel": {"dp_shard": 2, "ep": 2}} | EIGHT),
+    "ep2fsdp2 zbv experts": (8, EIGHT | FOUR_LAYERS | {
+        "parallel": {"pp": 2, "dp_shard": 4, "ep": 2, "schedule": "zbv_zero_bubble"},
+        "model": {"num_layers": 4, "moe": EIGHT["model"]["moe"]}}),
     "tp2 experts": (2, {"parallel": {"tp": 2}} | SPARSE),
     "pp2 experts": (2, {"parallel": {"pp": 2}} | SPARSE),
     "hsdp2x2": (4, {"parallel": {"dp_replicate": 2, "dp_shard": 2}, "replicas": {"interval": 2}}),
