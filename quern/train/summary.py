@@ -11,6 +11,7 @@ from quern.mixtures.order import Order
 from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
+from quern.parallel.planning.experts import exchange_stages, expected_rows, kept_bytes
 from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.held import held
 from quern.parallel.planning.host_state import host_state as planned_host_state
@@ -30,8 +31,8 @@ from quern.train.step.schedule import learning_rate
 from quern.words import counted, size
 
 __all__ = [
-    "check_host_memory", "checkpoint_size", "communication", "float8", "held_bytes", "host_state", "layout", "pipeline",
-    "sharing", "state_memory", "step_of", "summarise",
+    "check_host_memory", "checkpoint_size", "communication", "expert_ranks", "float8", "held_bytes", "host_state",
+    "layout", "pipeline", "sharing", "state_memory", "step_of", "summarise",
 ]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
@@ -194,6 +195,28 @@ def sharing(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout, o
     }  # fmt: skip
 
 
+def expert_ranks(step: Step) -> dict[str, Any] | None:
+    """How many experts a rank of ``ep`` holds; by stage of the exchange in how many rows a token travels, of a layer's
+    tokens in the mean, and the bytes that the rank with the most sends in a step; what a layer's experts keep for
+    backward. Of even routing, which trained routers do not quite reach. Null without ``ep``."""
+    moe, stages = step.shape.moe, exchange_stages(step)
+    if moe is None or not stages:
+        return None
+    tokens = step.tokens * step.num_micro_batches
+    by_place = [traffic(step, rank) for rank in _first_of_each_pipeline_rank(step.plan)]
+    return {
+        "ranks": step.plan.ep, "experts": moe.num_experts // step.plan.ep,
+        "stages": [
+            {
+                "axis": axis, "ranks": ranks, "rows": rows.leaving / tokens, "away": rows.away / tokens,
+                "sent": max(sum(row.sent for row in found if row.axis == axis) for found in by_place),
+            }
+            for (axis, ranks), rows in zip(stages, expected_rows(step), strict=True)
+        ],
+        "kept_bytes": kept_bytes(step),
+    }  # fmt: skip
+
+
 def communication(step: Step) -> list[dict[str, Any]]:
     """What a step sends, by place in the pipeline: of the first rank of all that are there, which sends the most."""
     found = []
@@ -246,6 +269,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "float8": float8(config, shape, plan),
         "pipeline": pipeline(step),
         "sharing": sharing(config, corpus, laid, mixture.order),
+        "expert_ranks": expert_ranks(step),
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config),
         "held_bytes": held_bytes(step, config),

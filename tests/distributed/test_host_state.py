@@ -31,8 +31,7 @@ SPARSE: dict[str, Any] = {
                                        "shared_ffn_dim": 16, "shared_gate": True}},
     "experts": {"bias_rate": 0.05, "balance_loss": 0.1, "balance_over": "global"},
 }  # fmt: skip
-EIGHT: dict[str, Any] = SPARSE | {
-    "model": {"num_layers": 2, "moe": SPARSE["model"]["moe"] | {"num_experts": 8}}}  # fmt: skip
+EP = {"model": {**SPARSE["model"], "moe": {**SPARSE["model"]["moe"], "num_experts": 6}}, "experts": SPARSE["experts"]}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, SHARDS),
     "fsdp2 kept, tied": (2, {"parallel": {"dp_shard": 2, "reshard_after_forward": False},
@@ -44,10 +43,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2fsdp2 zero 1": (4, {"parallel": {"cp": 2, "cp_method": "allgather", "dp_shard": 2, "zero": 1},
                             "micro_batch": 1}),
     "fsdp2 experts": (2, SHARDS | SPARSE),
-    "ep2 experts": (2, {"parallel": {"dp_shard": 2, "ep": 2}} | EIGHT),
-    "ep2fsdp2 zbv experts": (8, EIGHT | FOUR_LAYERS | {
+    "ep2 experts": (2, {"parallel": {"dp_shard": 2, "ep": 2}} | EP),
+    "ep2fsdp2 zbv experts": (8, EP | FOUR_LAYERS | {
         "parallel": {"pp": 2, "dp_shard": 4, "ep": 2, "schedule": "zbv_zero_bubble"},
-        "model": {"num_layers": 4, "moe": EIGHT["model"]["moe"]}}),
+        "model": {"num_layers": 4, "moe": EP["model"]["moe"]}}),
     "tp2 experts": (2, {"parallel": {"tp": 2}} | SPARSE),
     "pp2 experts": (2, {"parallel": {"pp": 2}} | SPARSE),
     "hsdp2x2": (4, {"parallel": {"dp_replicate": 2, "dp_shard": 2}, "replicas": {"interval": 2}}),
@@ -125,9 +124,8 @@ def alive(run: str, paths: Sequence[str], changes: Mapping[str, Any]) -> tuple[d
         weights = list(model.parameters())
         kept = sum(own.bytes for own in trainer.parallel.kept)
         found["device"] = kept + size(weights) + size([weight.grad for weight in weights])
-        assert {local_part(own).data_ptr() for own in trainer.parallel.weights.parameters()}.isdisjoint(
-            local_part(weight).data_ptr() for weight in weights
-        )
+        masters = {local_part(own).data_ptr() for own in trainer.parallel.weights.parameters()}
+        assert masters.isdisjoint(part.data_ptr() for weight in weights if (part := local_part(weight)).numel())
         moments = [slots[name] for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         found["host"] = size(trainer.parallel.weights.parameters()) + size(moments)
         found["staging"] = size([*optimizer._gradients, *optimizer._weights])
@@ -175,6 +173,7 @@ def size(tensors: Any) -> int:
         pytest.param(1, {"parallel": {"dp_shard": 1}} | SPARSE, marks=LONG),
         pytest.param(2, SHARDS | {"optimizer": {"gradients": "bf16", "moments": "bf16"}}, marks=LONG),
         pytest.param(4, {"parallel": {"dp_shard": 2, "tp": 2}}, marks=LONG),
+        pytest.param(4, {"parallel": {"dp_shard": 4, "ep": 2}, "micro_batch": 1} | EP, marks=LONG),
         pytest.param(2, {"parallel": {"pp": 2}}, marks=LONG),
     ],
     ids=str,

@@ -49,6 +49,8 @@ class Case:
     float8: Recipe | None = None
     tied: bool = False
     layers: int = 2
+    experts: int | None = None
+    """Of the second layer, where it has some."""
 
     @property
     def plan(self) -> MeshPlan:
@@ -64,6 +66,14 @@ class Case:
             sizes["ffn_dim"] = 61
         if self.float8 is not None:
             sizes = {"dim": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "ffn_dim": 256}
+        if self.experts is not None:
+            sizes["moe"] = {
+                "num_experts": self.experts,
+                "top_k": 2,
+                "ffn_dim": 11,
+                "shared_ffn_dim": 9,
+                "first_dense": 1,
+            }
         sizes |= {"num_layers": self.layers, "tied_embeddings": self.tied}
         return ModelConfig(**sizes, vocab_multiple=2 if self.plan.tp > 1 else 1, qk_norm=True).shape(vocab_size=127)
 
@@ -297,6 +307,18 @@ def test_2_and_3_give_the_same_bits_and_1_adds_micro_batches_first(two: dict[Cas
             assert torch.equal(torch.cat([seen.pieces[name] for seen in two[own]]), gradient), (own, name)
     first, other = summed(case(1, half=HALF), once=True), summed(case(1, half=HALF), once=False)
     assert any(not torch.equal(first[name], other[name]) for name in first)  # FP32 has bits enough for either
+
+
+@pytest.mark.long
+def test_experts_on_many_ranks_are_held_as_the_formulas_say(kept_ranks: Any) -> None:
+    """Each rank its own, or two of them a share, or copies; of six on either of two nothing is even."""
+    for ranks, cases in {
+        2: [case(zero, ep=2, experts=6) for zero in (1, 2, 3)],
+        4: [case(zero, shard, ep=2, dp_replicate=4 // shard, experts=6) for zero in (1, 2, 3) for shard in (4, 2)],
+    }.items():
+        for own, by_rank in zip(cases, zip(*kept_ranks(looks, ranks, cases), strict=True), strict=True):
+            for rank, seen in enumerate(by_rank):
+                judge(own, rank, seen)
 
 
 @pytest.mark.long

@@ -262,6 +262,8 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         _say(console, f"it receives in a buffer for every micro-batch: {most} on the rank that has the most")
     if (sharing := summary["sharing"]) is not None:
         _say_sharing(sharing, console)
+    if (experts := summary["expert_ranks"]) is not None:
+        _say_experts(experts, console)
     most = max(summary["communication"], key=lambda place: place["sent"])
     table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
     for row in most["rows"]:
@@ -287,6 +289,18 @@ def _say_sharing(sharing: dict[str, Any], console: Console) -> None:
             console, f"attention {of}: the busiest rank of cp has {work['mean']:.3f} of the mean, at most "
             f"{work['most']:.3f}",
         )  # fmt: skip
+
+
+def _say_experts(experts: dict[str, Any], console: Console) -> None:
+    _say(console, f"ep: {counted(experts['experts'], 'expert')} on each of {counted(experts['ranks'], 'rank')}")
+    for stage in experts["stages"]:
+        among = f"{stage['axis']}, {stage['ranks']:,}: a token travels in {stage['rows']:.2f} rows"
+        _say(console, f"{among}, {stage['away']:.2f} of them to others; {_size(stage['sent'])} a step")
+    kept = {name: size(number) for name, number in experts["kept_bytes"].items()}
+    _say(
+        console, f"experts keep {kept['expected']} of a layer for backward that is not recomputed; as all this, of "
+        f"even routing, and at most {kept['most']}, if all tokens went to one rank",
+    )  # fmt: skip
 
 
 def _say(console: Console, text: str) -> None:

@@ -120,7 +120,8 @@ class MeshPlan:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def __str__(self) -> str:
-        return " × ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
+        sizes = " × ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
+        return sizes + (f", of these ep {self.ep}" if self.ep > 1 else "")
 
 
 @dataclass(frozen=True)

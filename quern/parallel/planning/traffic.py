@@ -3,7 +3,8 @@
 Every row is one kind of collective: how often it is called in a step, and how large its tensor is, summed over the
 calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of the ring's costs over N ranks (Patarasuk
 & Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M. Of an
-all-to-all M is what the rank has before, and it sends (N-1)/N · M.
+all-to-all M is what the rank has before, and it sends (N-1)/N · M; of tokens on the way to experts, which ranks get
+unequal parts of, what is not for itself.
 
 Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
 whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, the three
@@ -13,83 +14,35 @@ them up once a step, and those that share rows once a micro-batch for a balance 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from math import prod
-from typing import Literal
 
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import Action, order
+from quern.parallel.planning.experts import Rows, exchange
 from quern.parallel.planning.float8 import gathered as gathered_in_float8
-from quern.parallel.planning.layout import Layout
-from quern.parallel.planning.mesh import MeshPlan
-from quern.parallel.planning.weights import Weight, alike, block_weights, end_weights
+from quern.parallel.planning.step import Step, Transfer
+from quern.parallel.planning.weights import Weight, alike, block_units, block_weights, end_weights
 
 __all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "float8_gathers", "traffic"]
-
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
 """Bytes at which DDP closes its first bucket and each later one."""
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One kind of collective of one rank in one step."""
-
-    axis: str
-    """Along which the ranks lie that talk."""
-    what: str
-    collective: Collective
-    ranks: int
-    """How many talk to each other."""
-    calls: int
-    payload: int
-    """Bytes of the whole tensor, summed over the calls: M."""
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank puts on the wire; rounded up."""
-        rest = Fraction(self.ranks - 1, self.ranks)
-        share = {"all_reduce": 2 * rest, "send": Fraction(1)}
-        return -int(-share.get(self.collective, rest) * self.payload // 1)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The properties of an optimizer step that determine its traffic."""
-
-    shape: ModelShape
-    layout: Layout
-    num_micro_batches: int
-    compute_bytes: int
-    """Of an element of activations, and of weights where they are used."""
-    reduce_bytes: int
-    """Of an element of what is summed in the dtype of the masters: scales, the loss, and gradients by default."""
-    loss_chunk: int = 4096
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of an element of gradients when they are summed, and until the update."""
-        return 2 if self.layout.bf16_gradients else self.reduce_bytes
-
-    @property
-    def plan(self) -> MeshPlan:
-        """The sizes of the mesh."""
-        return self.layout.plan
-
-
-def traffic(step: Step, rank: int = 0) -> list[Transfer]:
-    """Every kind of collective of that rank of the whole mesh that sends anything."""
+def traffic(step: Step, rank: int = 0, rows: Mapping[int, Sequence[Rows]] | None = None) -> list[Transfer]:
+    """Every kind of collective of that rank of the whole mesh that sends anything; ``rows``: see :func:`.exchange`."""
     places = step.plan.coordinates(rank)
     stages, shard = _stages(step, places["pp"]), step.plan.shard_of(places)
-    rows = [
-        *_tensor_parallel(step, stages, shard), *_context_parallel(step, stages), *_data_parallel(step, stages),
+    found = [
+        *_tensor_parallel(step, stages, shard), *_context_parallel(step, stages),
+        *exchange(step, [stage.numbers for stage in stages], rows), *_data_parallel(step, stages),
         *_pipeline(step, stages, shard),
     ]  # fmt: skip
-    return [row for row in rows if row.ranks > 1 and row.payload]
+    return [row for row in found if row.ranks > 1 and row.payload]
 
 
 def elements_held(step: Step, rank: int = 0) -> int:
@@ -116,7 +69,7 @@ def buffer_elements(step: Step, rank: int = 0) -> int:
 
 def _hidden(step: Step) -> int:
     """Elements of what goes from stage to stage."""
-    return step.layout.micro_batch * step.layout.tokens // step.plan.tp * step.shape.dim
+    return step.tokens // step.plan.tp * step.shape.dim
 
 
 @lru_cache(maxsize=8)  # every place of a pipeline asks for the same
@@ -210,10 +163,11 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     a backward gathers for the gradients of weights alone, and the two sums of its gradients of inputs.
 
     Experts take the place of two products: tokens are gathered for them, with what was chosen for each, and what they
-    give is scattered, in one piece each; a backward does the reverse. Shared experts are products as others are.
+    give is scattered, in one piece each; a backward does the reverse. Shared experts are products as others are. The
+    scatter is the last that a block does, and nothing after it is kept: checkpointing does not repeat it.
     """
     shape, tp, pieces = step.shape, step.plan.tp, step.layout.tp_pieces
-    tokens = step.layout.micro_batch * step.layout.tokens
+    tokens = step.tokens
     hidden = tokens * shape.dim * step.compute_bytes
     full = step.layout.activation_checkpointing == "full"
     gathers, scatters, choices = [0, 0], [0, 0], [0, 0]  # whole tensors that go in one, and in pieces
@@ -226,7 +180,7 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
         )
         gathers[0] += pairs * (micro_batches + split) + (2 * sparse + sparse_again) * micro_batches
         gathers[1] += (pairs * 2 + pairs_again) * micro_batches
-        scatters[0] += (pairs + 2 * sparse + sparse_again * full) * micro_batches
+        scatters[0] += (pairs + 2 * sparse) * micro_batches
         scatters[1] += (pairs + pairs_again * full) * micro_batches
         choices[0] += (sparse + sparse_again) * micro_batches
         choices[1] += sparse * micro_batches
@@ -267,7 +221,7 @@ def _context_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer
     shape, plan, context = step.shape, step.plan, step.layout.context
     if plan.cp == 1:
         return
-    tokens = step.layout.micro_batch * step.layout.tokens
+    tokens = step.tokens
     selective = step.layout.activation_checkpointing == "selective"
     layers = sum(stage.layers for stage in stages) * step.num_micro_batches
     again = sum(step.layout.recomputed(stage.layers) for stage in stages) * step.num_micro_batches
@@ -310,9 +264,11 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
         payload = sum(weight.size for weight in weights) * step.reduce_bytes
         yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, buckets, payload)
         return
-    ranks = plan.shards
-    calls, payloads = {ranks: 0}, {ranks: 0}
-    scatters = scattered = copies = copied = 0
+    gathers: Counter[tuple[str, int]] = Counter()  # by axis and ranks
+    gathered_bytes: Counter[tuple[str, int]] = Counter()
+    scatters: Counter[tuple[str, int]] = Counter()
+    scattered: Counter[tuple[str, int]] = Counter()
+    copies = copied = 0
     smaller, scales = float8_gathers(step)
     for stage in stages:
         ends = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
@@ -321,27 +277,30 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
         apart = stage.first and stage.last and not shape.tied_embeddings
         for weights, reshard, count, smaller_by in (
             *(
-                (block_weights(shape, plan.tp, layer, plan.ep), step.layout.reshard_after_forward, count, smaller)
-                for layer, count in alike(shape, stage.numbers)
+                (unit, step.layout.reshard_after_forward, count, smaller)
+                for layer, count in alike(shape, stage.numbers) for unit in block_units(shape, plan, layer)
             ),
             *((unit, False, 1, 0) for unit in ([ends[:1], ends[1:]] if apart else [ends])),
-        ):
-            size = count * sum(weight.padded(plan) for weight in weights)
-            if not size:
+        ):  # fmt: skip
+            if not weights:
                 continue
+            size, ranks = count * sum(weight.padded(plan) for weight in weights), weights[0].shards(plan)
+            axis = "expert_shard" if plan.ep > 1 and weights[0].stream is not None else plan.shard_axes
             sent = size * step.compute_bytes - count * smaller_by
             for over in gathered(stage.work, reshard, ranks):
-                calls[over] = calls.get(over, 0) + count
-                payloads[over] = payloads.get(over, 0) + sent
+                gathers[axis, over] += count
+                gathered_bytes[axis, over] += sent
             # a pipeline keeps whole gradients until its last
             times = step.num_micro_batches if plan.pp == 1 and step.layout.zero != 1 else 1
-            scatters, scattered = scatters + count * times, scattered + size * times * step.gradient_bytes
+            scatters[axis, ranks] += count * times
+            scattered[axis, ranks] += size * times * step.gradient_bytes
             copies, copied = copies + count, copied + size // ranks * step.gradient_bytes
-    for over in calls:
-        yield Transfer(plan.shard_axes, "gather weights", "all_gather", over, calls[over], payloads[over])
+    for (axis, over), calls in gathers.items():
+        yield Transfer(axis, "gather weights", "all_gather", over, calls, gathered_bytes[axis, over])
     payload = scales * sum(stage.layers for stage in stages) * step.reduce_bytes
-    yield Transfer(plan.shard_axes, "scales of weights", "all_reduce", ranks, 1, payload)
-    yield Transfer(plan.shard_axes, "sum gradients", "reduce_scatter", ranks, scatters, scattered)
+    yield Transfer(plan.shard_axes, "scales of weights", "all_reduce", plan.shards, 1, payload)
+    for (axis, over), calls in scatters.items():
+        yield Transfer(axis, "sum gradients", "reduce_scatter", over, calls, scattered[axis, over])
     yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, copies, copied)
 
 

@@ -9,7 +9,7 @@ from math import prod
 from quern.model.config import ModelShape
 from quern.parallel.planning.mesh import MeshPlan
 
-__all__ = ["STREAM", "Weight", "alike", "block_weights", "dealt_along", "end_weights"]
+__all__ = ["STREAM", "Weight", "alike", "block_units", "block_weights", "dealt_along", "end_weights"]
 
 STREAM = {"w1": 2, "w2": 1, "w3": 2}
 """The dimension of an expert's weight that is the model's width."""
@@ -68,6 +68,13 @@ def block_weights(shape: ModelShape, tp: int, layer: int = 0, ep: int = 1) -> li
         Weight((shape.dim,), False),
         *(_experts(shape, tp, ep) if shape.is_sparse(layer) else _swiglu(shape.dim, shape.ffn_dim, tp)),
     ]
+
+
+def block_units(shape: ModelShape, plan: MeshPlan, layer: int) -> list[list[Weight]]:
+    """The same as FSDP2's units, of which the second are experts that other ranks share than the rest."""
+    block = block_weights(shape, plan.tp, layer, plan.ep)
+    experts = [weight for weight in block if weight.stream is not None and plan.ep > 1]
+    return [[weight for weight in block if weight not in experts], *([experts] if experts else [])]
 
 
 def _swiglu(dim: int, width: int, tp: int) -> list[Weight]:
