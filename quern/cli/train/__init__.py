@@ -176,6 +176,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
     rate = summary["learning_rate"]
     layout, checkpoint = summary["layout"], summary["checkpoint"]
     axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
+    axes += f", of these ep {config.parallel.ep}" if config.parallel.ep > 1 else ""
     rows = [
         ("model", ", ".join(f"{name} {model[name]:,}" for name in _SIZES)),
         *([("experts", f"{moe['num_experts']:,} of width {moe['ffn_dim']:,}, {moe['top_k']} for a token")]
