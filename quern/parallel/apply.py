@@ -20,6 +20,7 @@ from quern.parallel.context.attention import share_sequence
 from quern.parallel.context.inputs import Inputs
 from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
 from quern.parallel.experts.deal import exchange_tokens, split_experts
+from quern.parallel.experts.deepep import open_buffer
 from quern.parallel.experts.loads import ExpertLoads
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
@@ -105,6 +106,10 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         loads = ExpertLoads(
             model.shape, layout.balancing, layout.seq_len, device, mesh.shares_rows, routes, mesh.plan.ep
         )
+    buffer = None
+    if model.shape.moe is not None and layout.ep_backend == "deepep":
+        tokens = layout.micro_batch * layout.tokens
+        buffer = open_buffer(mesh.expert_groups[0], tokens, model.shape.dim, model.shape.moe.top_k)
     stages = my_stages(model.shape, mesh, layout)
     # first: the rest is local
     parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]
@@ -117,7 +122,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             # before all that must see local shapes
             split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
         if mesh.expert_groups:
-            exchange_tokens(part, mesh, float8=layout.ep_float8)
+            exchange_tokens(part, mesh, float8=layout.ep_float8, buffer=buffer)
         if mesh.context_groups:
             share_sequence(part, layout.seq_len, mesh.context("heads"), mesh.context("shards"), layout.context.ring)
         if loads is not None:

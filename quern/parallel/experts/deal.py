@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quern.model.moe.experts import Experts
 from quern.model.moe.layer import MoE
 from quern.model.transformer import Transformer
+from quern.parallel.experts.deepep import Buffer, DeepEP
 from quern.parallel.experts.exchange import Compute, Exchange, Places
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.tensors.weights import split, to_local
@@ -37,9 +38,9 @@ def split_experts(part: Transformer, mesh: DeviceMesh) -> None:
             setattr(experts, name, split(getattr(experts, name), dims, mesh))
 
 
-def exchange_tokens(part: Transformer, mesh: Mesh, *, float8: bool = False) -> None:
+def exchange_tokens(part: Transformer, mesh: Mesh, *, float8: bool = False, buffer: Buffer | None = None) -> None:
     """Tokens travel to the ranks of ``ep`` that hold their experts, once their weights are split; in FP8 with
-    ``float8``. In place."""
+    ``float8``, by DeepEP through its ``buffer``. In place."""
     moe = part.shape.moe
     assert moe is not None
     stages, held = [], moe.num_experts // mesh.plan.ep
@@ -47,7 +48,7 @@ def exchange_tokens(part: Transformer, mesh: Mesh, *, float8: bool = False) -> N
         stages.append((group.group_name, dist.get_world_size(group), held))
         held *= stages[-1][1]
     for experts in experts_of(part):
-        experts.multiply = _Dealt(experts, stages, moe.limit, float8).multiply  # type: ignore[assignment, method-assign]
+        experts.multiply = _Dealt(experts, stages, moe.limit, float8, buffer).multiply  # type: ignore[assignment, method-assign]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,7 @@ class _Dealt:
     """Of each the group, its ranks, and experts of each, the innermost first."""
     limit: tuple[int, int] | None
     float8: bool
+    buffer: Buffer | None
 
     def multiply(
         self, x_TD: Tensor, sent_TK: Tensor, weights_TK: Tensor, *weights: Tensor,
@@ -77,6 +79,9 @@ class _Dealt:
             ((group, ranks, held),) = self.stages
             places = Places(group, ranks, held, self.limit, swiglu, self.float8)
             return places(x_TD, sent_TK, weights_TK, meanwhile)
+        if self.buffer is not None:
+            ((_, ranks, held),) = self.stages
+            return DeepEP(self.buffer, ranks, held, here)(x_TD, sent_TK, weights_TK, meanwhile=meanwhile)
         compute: Compute = here
         for group, ranks, held in self.stages[:-1]:
             compute = Exchange(group, ranks, held, compute, self.float8)

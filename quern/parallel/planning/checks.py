@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import gcd, lcm
 
 from quern.errors import InputError
@@ -38,7 +39,7 @@ def check_layout(shape: ModelShape, layout: Layout, task: Task) -> None:
     """Raise :class:`InputError` for the first problem: the key, the size, the axis, what would fit."""
     plan = layout.plan
     _in_vain(layout, task)
-    _experts(shape, layout)
+    _experts(shape, layout, task)
     check_context(shape, layout)
     if plan.tp > 1:
         _tensors(shape, plan, layout.tokens)
@@ -97,7 +98,7 @@ def _in_vain(layout: Layout, task: Task) -> None:
         )
 
 
-def _experts(shape: ModelShape, layout: Layout) -> None:
+def _experts(shape: ModelShape, layout: Layout, task: Task) -> None:
     """What is not done yet with experts, or with norms over all heads."""
     plan = layout.plan
     if shape.qk_norm == "whole" and plan.tp > 1:
@@ -125,6 +126,8 @@ def _experts(shape: ModelShape, layout: Layout) -> None:
                 f"experts.place_interval: evens the loads of ranks, on the device; expected {key} "
                 f"{'above 1 ' * (plan.ep == 1)}with it, or null"
             )
+    if layout.ep_backend == "deepep":
+        _deepep(shape, layout, task)
     if layout.ep_node is not None and shape.moe.capacity is not None:
         raise InputError("parallel.ep_node: expected null with model.moe.capacity, whose places travel in one stage")
     for key, given, why in (
@@ -141,6 +144,21 @@ def _experts(shape: ModelShape, layout: Layout) -> None:
     ):  # fmt: skip
         if given:
             raise InputError(f"{key}: does not go with experts (model.moe): {why}")
+
+
+def _deepep(shape: ModelShape, layout: Layout, task: Task) -> None:
+    """What DeepEP's kernels do not do, or quern not with them."""
+    assert shape.moe is not None
+    for missing, expected in (
+        (not task.cuda, "torch, as they run on CUDA"),
+        (find_spec("deep_ep") is None, "the package deep_ep to be installed"),
+        (str(layout.compute_dtype) != "torch.bfloat16", "precision bf16 with it"),
+        (layout.ep_node is not None, "ep_node=null with it, as they know the nodes"),
+        (layout.ep_float8, "ep_float8=false with it"),
+        (shape.moe.capacity is not None, "model.moe.capacity=null with it"),
+    ):
+        if missing:
+            raise InputError(f"parallel.ep_backend: DeepEP's kernels are not to be had so; expected {expected}")
 
 
 def _host_state(layout: Layout) -> None:

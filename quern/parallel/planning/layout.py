@@ -59,6 +59,7 @@ class Layout:
     """Of the ranks of ``ep`` those on one node, to which a token travels once."""
     ep_float8: bool = False
     """Tokens travel to experts in FP8."""
+    ep_backend: str = "torch"
     context: Context = field(default_factory=Context)
     """How the ranks of ``cp`` share a sequence."""
     micro_batch: int = 1

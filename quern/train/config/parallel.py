@@ -24,6 +24,7 @@ class ParallelConfig(Section):
         "ulysses": None,
         "ep_node": None,
         "ep_float8": False,
+        "ep_backend": "torch",
     }
     dp_replicate: Count = 1
     """[ranks] Copies of the model, kept equal by DDP, or by HSDP with ``dp_shard``."""
@@ -73,6 +74,9 @@ class ParallelConfig(Section):
     ep_float8: bool = False
     """Tokens travel to experts in FP8 (E4M3 with a scale for each 128 values), half the bytes of bf16. What experts
     give, and gradients, travel in the dtype of activations."""
+    ep_backend: Literal["torch", "deepep"] = "torch"
+    """What carries tokens to experts: torch's all-to-all, or DeepEP's kernels, version 2, where they are installed
+    (CUDA, BF16; without ``ep_node``, ``ep_float8`` and capacity)."""
     zero: Literal[1, 2, 3] | None = None
     """How FSDP2 shards, by ZeRO's stages, in place of ``reshard_after_forward``: 3 is true, 2 is false, and 1 is false
     with gradients that stay whole until a step's last micro-batch and are scattered once. In a pipeline, which keeps
@@ -81,8 +85,9 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _available(self) -> Self:
         self._sharing()
-        if self.ep_float8 and self.ep == 1:
-            raise ValueError("ep_float8: changes nothing where no token travels to experts; expected ep > 1 with it")
+        for name, given in (("ep_float8", self.ep_float8), ("ep_backend", self.ep_backend != "torch")):
+            if given and self.ep == 1:
+                raise ValueError(f"{name}: changes nothing where no token travels to experts; expected ep > 1 with it")
         within = [size for size in range(2, self.ep) if self.ep % size == 0]
         if self.ep_node is not None and self.ep_node not in within:
             sizes = ", ".join(map(str, within)) or "null, as there is none"
