@@ -140,16 +140,19 @@ def test_what_is_computed_meanwhile_is_differentiated_meanwhile(kept_ranks: Any)
         assert found == there + back
 
 
-def test_rows_of_nothing_travel(kept_ranks: Any) -> None:
-    for rank, found in enumerate(kept_ranks(to_the_first, 2)):
+@pytest.mark.parametrize("float8", [False, True])
+def test_rows_of_nothing_travel(kept_ranks: Any, float8: bool) -> None:
+    for rank, found in enumerate(kept_ranks(to_the_first, 2, float8)):
         assert found == [4, 2] if rank == 0 else [0, 2]
 
 
-def to_the_first() -> list[int]:
+def to_the_first(float8: bool) -> list[int]:
     x_ND = torch.ones(2, 2, requires_grad=True)
-    first = dist.get_rank() == 0
-    way = Journey([2, 0], [2, 2] if first else [0, 0], dist.distributed_c10d._get_default_group().group_name)
+    first, name = dist.get_rank() == 0, dist.distributed_c10d._get_default_group().group_name
+    back = Journey([2, 2] if first else [0, 0], [2, 0], name, float8=float8)
+    way = Journey([2, 0], [2, 2] if first else [0, 0], name, float8=float8)
     y_MD = way.whole(x_ND)
+    torch.testing.assert_close(back.whole(y_MD.detach()), x_ND.detach())  # from a rank that has none
     (y_MD * (1 + torch.arange(len(y_MD)))[:, None]).sum().backward()
     assert x_ND.grad is not None
     np.testing.assert_array_equal(x_ND.grad[:, 0], [1, 2] if first else [3, 4])

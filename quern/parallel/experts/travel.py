@@ -86,7 +86,9 @@ def _link(like: Tensor, rows: int) -> Tensor:
 def _packed(rows_ND: Tensor) -> Tensor:
     """Bytes: of each row its values, padded to whole blocks, then their scales."""
     quantised = blocks_1x128(rows_ND)
-    return torch.cat((quantised.data_RS.view(torch.uint8), quantised.scale.view(torch.uint8)), dim=1)
+    width = quantised.scale.shape[1] * quantised.scale.itemsize
+    scales = quantised.scale.flatten().view(torch.uint8).view(-1 if len(rows_ND) else 0, width)  # of none: any stride
+    return torch.cat((quantised.data_RS.view(torch.uint8), scales), dim=1)
 
 
 def _unpacked(packed: Tensor, like_MD: Tensor) -> Tensor:
