@@ -110,7 +110,7 @@ class Gradients:
         if experts is not None and experts.get_group("ep").group_name in cut:
             device_mesh = experts
         return all(
-            axis == "pp" or device_mesh.get_local_rank(axis) == 0 or device_mesh.get_group(axis).group_name in cut
+            axis == "pp" or device_mesh.get_local_rank(axis) == 0 or self.mesh.group(axis).group_name in cut
             for axis in device_mesh.mesh_dim_names or ()
         )
 

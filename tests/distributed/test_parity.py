@@ -75,7 +75,9 @@ DEALT = [Case("ring2", more=True, sizes="norm"), Case("ulysses2keep", "full", ma
 #: Of those that deal tokens out in FP8, what is in `make test-long`; the others in `make test-exhaustive`.
 FLOAT8_DEALT = ("ulysses2", "ring2", "gather2fsdp2")
 #: The same of experts in FP8.
-FLOAT8_SPARSE = ("fsdp2", "tp2")
+FLOAT8_SPARSE = ("fsdp2", "tp2", "ep2")
+#: Of those that deal experts out, in `make test`: on ranks of ``ep`` alone, and beside ``tp``.
+EXPERTS_DEALT = [Case("ep2", experts="eight", more=True), Case("ep2tp2", "full", experts="eight", more=True)]
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -88,7 +90,7 @@ def marked() -> dict[Case, Any]:
     - `make test-fast`: a case of each layout of up to 2 ranks, and one whose tokens are dealt out;
     - `make test`: the quick set of `quern selftest` on up to 2 ranks, and a few of its cases on more. Left out are FP8
       but for FSDP2's gather, all but two that deal tokens out, schedules that test_pipeline.py has too, and for all but
-      one schedule skipped updates and ramps of the batch;
+      one schedule skipped updates and ramps of the batch; of those that deal experts out it has two;
     - `make test-long`: the rest of the quick set, and what is named;
     - `make test-exhaustive`: every pair of factors on every layout, and the whole product.
     """
@@ -106,7 +108,7 @@ def marked() -> dict[Case, Any]:
     often = [
         case for case in often if case.on.pp == 1 or case.schedule in schedules[case.ramp or case.skip is not None]
     ]
-    often.append(ON_FOUR_RANKS)
+    often += [ON_FOUR_RANKS, *EXPERTS_DEALT]
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2 and case.on.cp == 1}
     fast[DEALT[0].layout] = DEALT[0]

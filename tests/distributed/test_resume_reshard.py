@@ -22,6 +22,10 @@ STEPS = 10
 EQUAL = 1e-10
 #: Windows of the held-out loss, of which two ranks take two at a time.
 HELD_OUT = 13
+#: Of the figures of experts those that tell whole numbers.
+COUNTED = ("counts", "max_over_mean_of_layer")
+#: The one that goes by the layout.
+OF_RANKS = "max_over_mean_of_ranks"
 ROAD = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 1)]
 
 #: Sizes of data parallelism (replicate, shard), or a whole section ``parallel``.
@@ -29,6 +33,14 @@ Layout = tuple[int, int] | dict[str, Any]
 TP2_FSDP2 = {"tp": 2, "dp_shard": 2}
 PP2_FSDP2 = {"pp": 2, "dp_shard": 2}
 PP2_TP2_V = {"pp": 2, "tp": 2, "dp_shard": 1, "schedule": "zbv_zero_bubble"}
+EP2, EP2_FSDP2, EP2_TP2 = {"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}
+SPARSE = {
+    "model": {
+        "num_layers": 2,
+        "moe": {"num_experts": 6, "top_k": 2, "ffn_dim": 12, "first_dense": 1, "bias": True, "shared_ffn_dim": 6},
+    },
+    "experts": {"bias_rate": 0.05, "balance_loss": 0.1, "balance_over": "global"},
+}
 #: Enough layers for the two stages a rank of a V-shaped schedule, and micro-batches for all of them.
 DEEP = {"model": {"num_layers": 4}, "micro_batch": 1}
 
@@ -93,7 +105,11 @@ def close(found: dict[int, dict], expected: dict[int, dict]) -> float:
     worst = 0.0
     for step, row in expected.items():
         for name, value in row.items():
-            if name in ("loss", "grad_norm") and value is not None:
+            if name == "experts" and value is not None:
+                told, own = ({n: v for n, v in one.items() if n != OF_RANKS} for one in (found[step][name], value))
+                assert [told.pop(n, None) for n in COUNTED] == [own.pop(n, None) for n in COUNTED], step
+                assert told == pytest.approx(own, rel=EQUAL)
+            elif name in ("loss", "grad_norm") and value is not None:
                 assert found[step][name] is not None
                 worst = max(worst, abs(found[step][name] - value) / abs(value))
             else:
@@ -123,6 +139,12 @@ def test_single_stages_split_tensors_stages(kept_ranks, tmp_path, paths):
     check_road(kept_ranks, tmp_path, paths, [(1, 1), PP2_TP2_V, PP2_FSDP2, (1, 4), TP2_FSDP2], DEEP)
 
 
+@pytest.mark.long
+def test_single_experts_dealt_out_single(kept_ranks, tmp_path, paths):
+    """Steps 3 and 6 are skipped where experts are dealt out; biases and the last step's loads go with a run."""
+    check_road(kept_ranks, tmp_path, paths, [(1, 1), EP2_FSDP2, EP2_TP2, EP2, (1, 1)], SPARSE)
+
+
 def check_road(kept_ranks, tmp_path, paths, road: list[Layout], changes: dict[str, Any]) -> None:
     straight = CASE.live(config_for(str(tmp_path / "whole"), paths, (1, 1), **changes), factor=nan_at_3_and_6)
     run = str(tmp_path / "run")
@@ -146,12 +168,18 @@ def check_road(kept_ranks, tmp_path, paths, road: list[Layout], changes: dict[st
 
 @pytest.mark.parametrize(
     "layout",
-    [(1, 2), *(pytest.param(e, marks=pytest.mark.long) for e in ((2, 1), (2, 2), TP2_FSDP2, PP2_TP2_V, PP2_FSDP2))],
+    [
+        (1, 2),
+        *(pytest.param(e, marks=pytest.mark.long) for e in (
+            (2, 1), (2, 2), TP2_FSDP2, PP2_TP2_V, PP2_FSDP2, EP2,
+        )),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_same_layout_resumes_bit_for_bit(kept_ranks, tmp_path, paths, layout):
     """In float32, on every rank."""
-    changes = {"precision": "fp32", "checkpoint": {"interval": 3}} | (DEEP if isinstance(layout, dict) else {})
+    more = {} if isinstance(layout, tuple) else SPARSE if "ep" in layout else DEEP
+    changes = {"precision": "fp32", "checkpoint": {"interval": 3}} | more
     world = world_of(layout)
     straight = kept_ranks(live, world, str(tmp_path / "whole"), paths, layout, None, changes)
     run = str(tmp_path / "run")
@@ -162,6 +190,8 @@ def test_the_same_layout_resumes_bit_for_bit(kept_ranks, tmp_path, paths, layout
         assert first[rank]["samples"] | second[rank]["samples"] == straight[rank]["samples"]
         assert CASE.differences(second[rank]["state"], straight[rank]["state"]) == []
     assert CASE.rows(run) == CASE.rows(tmp_path / "whole")
+    biases = [value for name, value in straight[0]["state"].items() if name.endswith("ffn.bias")]
+    assert (more is SPARSE) == any(bias.abs().max() > 0 for bias in biases)
 
 
 def measure(run: str, paths: list[str], layout: Layout) -> None:

@@ -166,10 +166,12 @@ def live(
     back_to: int | None = None,
     strike: Strike | None = None,
     bare: bool = False,
+    experts: bool = False,
 ) -> tuple[int, int, list[str]]:
     """A trainer's life: go on, save steps with the content of a key each, remove what is old; struck in the last save.
 
-    ``bare``: without a store, and files are not hashed before they are loaded.
+    ``bare``: without a store, and files are not hashed before they are loaded. ``experts``: a model that has them, each
+    node half of them.
 
     Returns the step it went on from, the key that its manifest says, and what differs from that key's numbers.
     """
@@ -185,7 +187,7 @@ def live(
     tiers.Uploader = partial(Uploader, retry_after_s=0.3)  # type: ignore[misc,assignment]
     mine = strike if strike is not None and rank in strike.who else None
     prepare_movers(folder, mine)
-    plan, of = MeshPlan(1, WORLD), CASE.shape()
+    plan, of = MeshPlan(1, WORLD, ep=WORLD if experts else 1), CASE.shape(experts=experts)
     model = CASE.laid_out(of, build_mesh(plan, "cpu"))
     state = TrainState(model, CASE.groups(model), CASE.facts(Path(folder), of, layout=plan.sizes()), {})
     CASE.fill(state, 99)
@@ -291,6 +293,16 @@ def test_killed_in_a_save(tmp_path, strike):
     assert ours == {then: then}
     assert theirs == {step: step for step in (2, at, then)}
     print(f"| {strike} | step {at} |")
+
+
+@pytest.mark.parametrize("strike", STRIKES[2:3], ids=str)
+def test_killed_in_a_save_of_experts_dealt_out(tmp_path, strike):
+    """Their weights, moments and biases are found again, each on the disk of its own node and of the other."""
+    killed(tmp_path, strike, [(2, 2), (4, 4)], 1, experts=True)
+    at = 4 if strike.published else 2
+    assert run(tmp_path, [(7, 7)], 1, experts=True) == [(at, at, [])] * WORLD
+    ours, theirs = check_tidy(tmp_path)
+    assert (ours, theirs) == ({7: 7}, {step: step for step in (2, at, 7)})
 
 
 def test_the_same_step_again(tmp_path):

@@ -4,6 +4,7 @@ ranks against one."""
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from quern.parallel.local import LocalRanks
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.step.routed import as_plain, counts_of
+from support.distributed.ranks import start_ranks
 from support.lineage import poison_case
 from support.processes import files_of
 
@@ -141,6 +143,43 @@ def test_ranks_together_count_what_one_process_does(trained: tuple[Path, Counts]
             run = tmp_path / str(number)
             ranks.call(poison_case.train, str(run), str(data), {**SPARSE, "parallel": layout})
             assert recorded(run) == recorded(trained[0]), layout
+
+
+EVEN = {"num_experts": 6, "top_k": 2, "ffn_dim": 12, "first_dense": 1}
+DEALT: list[dict[str, Any]] = [{"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4, "ep": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(own, marks=() if "tp" in own else pytest.mark.long) for own in DEALT],
+    ids=["ep2tp2", "ep2fsdp2"],
+)
+def test_ranks_that_hold_other_experts_count_what_one_process_does(
+    data: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """And so the command says the same of both. Shares of each gradient's norm add up, of experts too."""
+    changes = {**SPARSE, "model": {**MODEL, "moe": EVEN}, "micro_batch": 1}
+    poison_case.train(str(tmp_path / "one"), str(data), changes)
+    with start_ranks(4, poison_case.train, timeout_s=600) as ranks:
+        ranks.call(poison_case.train, str(tmp_path / "many"), str(data), {**changes, "parallel": layout})
+    assert recorded(tmp_path / "many") == recorded(tmp_path / "one")
+    shown = [CliRunner().invoke(app, ["lineage", "experts", str(tmp_path / run), "2"]) for run in ("one", "many")]
+    assert [own.exit_code for own in shown] == [0, 0]
+    assert shown[0].stdout.replace("/one", "/many") == shown[1].stdout
+    assert "layer 1: " in shown[0].stdout
+    one, many = (
+        json.loads((tmp_path / run / "forensics" / "step_00000002.json").read_text()) for run in ("one", "many")
+    )
+    assert any(".experts.w2" in name for name in one["parameters"])
+    assert many["parameters"].keys() == one["parameters"].keys()
+    for name, norm in one["parameters"].items():
+        assert many["parameters"][name] == pytest.approx(norm, rel=1e-6), name
+    for step, other in zip(many["steps"], one["steps"], strict=True):
+        assert step["layers"] == pytest.approx(other["layers"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(math.hypot(*step["layers"].values()), rel=1e-6)
+        assert step["sequences"]["place"] == other["sequences"]["place"]
+        assert step["sequences"]["loss"] == pytest.approx(other["sequences"]["loss"], rel=1e-6)
 
 
 def test_the_command_tells_a_document_s_experts_beside_the_batch_s(trained: tuple[Path, Counts]) -> None:

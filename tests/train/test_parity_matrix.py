@@ -18,7 +18,7 @@ from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.tokenize.shards import ShardReader
 from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import LONG, SOURCES, documents, write_corpus
-from quern.train.parity.layouts import CONTEXT, LAYOUTS
+from quern.train.parity.layouts import CONTEXT, DEALT, LAYOUTS
 from quern.train.parity.matrix import (
     FACTORS,
     STEPS,
@@ -29,6 +29,7 @@ from quern.train.parity.matrix import (
     everything,
     legal,
     quick,
+    sparse,
 )
 from quern.train.parity.published import PUBLISHED
 from quern.train.parity.run import Outcome, case_config
@@ -109,14 +110,18 @@ def test_a_layout_is_what_its_name_says() -> None:
 
 
 def test_coordinates_are_the_meshs() -> None:
-    for layout in [*LAYOUTS.values(), *CONTEXT.values()]:
+    for layout in [*LAYOUTS.values(), *CONTEXT.values(), *DEALT.values()]:
         sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tp, "pp": layout.pp}
-        plan = MeshPlan(**sizes, cp=layout.cp)
+        plan = MeshPlan(**sizes, cp=layout.cp, ep=layout.ep)
         assert plan.world_size == layout.world
         for rank in range(layout.world):
             place = plan.coordinates(rank)
             shard = place["dp_shard"] * layout.cp + place["cp"]
             assert layout.coordinates(rank) == (place["pp"], place["dp_replicate"], shard, place["tp"])
+            inner = plan.expert_ranks(rank, layout.ep)[1]  # neighbours among the shards, the first of them a multiple
+            assert [layout.coordinates(other)[2] % layout.ep for other in inner] == list(range(layout.ep))
+            alike = {layout.coordinates(other)[2] // layout.ep for other in inner}
+            assert alike == {shard // layout.ep}
 
 
 def test_the_cases_that_deal_tokens_out_have_each_way_with_each_axis_and_kind_of_step() -> None:
@@ -131,6 +136,29 @@ def test_the_cases_that_deal_tokens_out_have_each_way_with_each_axis_and_kind_of
     assert len({case.schedule for case in cases if case.schedule}) >= 4
     assert any(case.skip is not None for case in cases)
     assert any(case.ramp for case in cases)
+
+
+def test_the_cases_that_deal_experts_out_have_each_axis_and_kind_of_step() -> None:
+    cases = [case for case in sparse() if case.on.ep > 1]
+    assert {case.layout for case in cases} == set(DEALT)
+    assert len(cases) == len(set(map(str, cases))) == 27
+    assert {case.on.ep for case in cases} == {2, 4, 8}
+    for axis in ("replicate", "tp", "pp", "cp"):
+        assert any(getattr(case.on, axis) > 1 for case in cases), axis
+    left = {case.on.shards // case.on.ep for case in cases}
+    assert left == {1, 2, 3}
+    assert any(case.on.node not in (None, case.on.ep) for case in cases)
+    assert {case.experts for case in cases} == {"eight", "empty", "places", "bias", "broad"}
+    assert {case.activation for case in cases} == {"none", "full", "selective"}
+    assert len({case.schedule for case in cases if case.schedule}) >= 5
+    for kind in ("more", "ramp", "tied", "float8"):
+        assert any(getattr(case, kind) for case in cases), kind
+    assert any(case.skip is not None for case in cases)
+    ways = set()
+    for case in cases:
+        held, left = EXPERTS[str(case.experts)][0]["num_experts"] // case.on.ep, case.on.shards // case.on.ep
+        ways.add((held % left == 0, dict(case.computation.model)["dim"] % left == 0))
+    assert ways >= {(True, True), (False, True), (False, False)}  # along experts, along the width, and unevenly
 
 
 def test_cases_of_published_faults_have_what_would_show_them(tmp_path: Path) -> None:

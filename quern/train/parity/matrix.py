@@ -148,7 +148,7 @@ class Case:
     def accumulate(self) -> int:
         """Micro-batches of a data-parallel rank in the first step."""
         if self.float8 is not None:
-            one_by_one = self.more or self.on.pp > 1 or self.computation.micro_batch == 1
+            one_by_one = self.more or self.on.pp > 1 or self.computation.micro_batch is not None
             return self.computation.global_batch // self.on.dp if one_by_one else 1
         if self.schedule is None:
             return self.computation.global_batch // self.on.dp if self.experts in CAPACITY else 3 if self.more else 1
@@ -161,8 +161,9 @@ class Case:
     def computation(self) -> Computation:
         if self.float8 is not None:
             model = {**SIZES["blocks"], "vocab_multiple": 10, "tied_embeddings": self.tied}
-            # a scale of all tokens, of whole rows along them, or of those that a call gives an expert
-            own = None if (self.float8, self.experts) == ("blockwise", None) else 1
+            # a scale of all tokens, of whole rows along them, or of those that a call gives an expert: with ep those of
+            # as many sequences, of a rank each, one after the other where all cost the same
+            own = None if (self.float8, self.experts) == ("blockwise", None) else self.on.ep
             length, batch = FLOAT8_LENGTH, FLOAT8_BATCH
             if self.on.cp > 1:
                 length, batch = FLOAT8_DEALT, 2 * self.on.pp
@@ -297,13 +298,18 @@ def sparse() -> list[Case]:
         Case("ep2pp2", "full", experts="eight", schedule="interleaved_1f1b"),
         Case("ep2pp2", experts="eight", schedule="dualpipe_v"), Case("ep2pp2tp2", experts="eight", schedule="1f1b"),
         Case("ep2ulysses2", experts="eight"), Case("ep4ring2", "selective", experts="empty"),
-        Case("ep2gather2fsdp2", "full", experts="eight", more=True),
+        Case("ep2gather2fsdp2", "full", experts="eight", more=True), Case("ep2fsdp2", experts="bias", more=True),
+        Case("ep2fsdp2", "selective", experts="bias", sizes="norm"),
         *(
             replace(case, sizes="blocks", float8="blockwise", experts="wide")
             for case in (
                 Case("alone", "full", mask=False), Case("fsdp2", "selective", tied=True), Case("tp2", "full"),
                 Case("pp2", schedule="1f1b"), Case("fsdp2tp2", mask=False), Case("pp2", schedule="zbv_zero_bubble"),
             )
+        ),
+        *(
+            replace(case, mask=False, sizes="blocks", float8="blockwise", experts="broad")
+            for case in (Case("ep2", "full"), Case("ep2fsdp2", "selective"), Case("ep2tp2"))
         ),
     ]  # fmt: skip
 

@@ -20,9 +20,9 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 #: Keys of ``model.moe``, and of ``experts``. Experts divide by no number of ranks, but for ``eight``, ``empty`` (which
-#: has more of them than a call has tokens) and ``places``; two ranks divide their widths.
+#: has more of them than a call has tokens), ``places`` and ``broad``; two ranks divide their widths.
 #: What is dropped goes by position: equal tokens have equal scores but for rounding, and a tie falls as that does.
-#: ``wide`` ones have a whole block of FP8 on each of two ranks.
+#: ``wide`` and ``broad`` ones have a whole block of FP8 on each of two ranks.
 EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss": (
         {"num_experts": 5, "top_k": 2, "ffn_dim": 22, "normalize": True},
@@ -56,6 +56,11 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "wide": (
         {"num_experts": 5, "top_k": 2, "ffn_dim": 256, "normalize": True, "bias": True, "first_dense": 1,
+         "shared_ffn_dim": 256},
+        {"bias_rate": 0.01, "balance_loss": 0.3},
+    ),
+    "broad": (
+        {"num_experts": 6, "top_k": 2, "ffn_dim": 256, "normalize": True, "bias": True, "first_dense": 1,
          "shared_ffn_dim": 256},
         {"bias_rate": 0.01, "balance_loss": 0.3},
     ),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from quern.model.config import ModelShape
+from quern.model.moe.config import MoEShape
 from quern.model.transformer import Transformer
 from quern.parallel.apply import parallelize
 from quern.parallel.planning.layout import Layout
@@ -35,15 +36,18 @@ def shape(
     dim: int = 6,
     num_layers: int = 2,
     num_heads: int = 3,
+    experts: bool = False,
 ) -> ModelShape:
     """A model in which 3 and 4 ranks divide nothing evenly, and a norm has fewer rows than a large world has ranks.
 
-    With 2 heads 2 ranks of ``tp`` can share it; half a feed-forward's rows is odd.
+    With 2 heads 2 ranks of ``tp`` can share it; half a feed-forward's rows is odd. ``experts``: eight in each layer but
+    the first, which 3 ranks do not divide but along their rows of 6.
     """
+    moe = {"num_experts": 8, "top_k": 2, "ffn_dim": 10, "bias": True, "shared_ffn_dim": 2, "first_dense": 1}
     return ModelShape(
         num_layers=num_layers, dim=dim, num_heads=num_heads, num_kv_heads=1, head_dim=2, ffn_dim=10, vocab_size=vocab,
         vocab_multiple=multiple, rope_theta=10_000.0, rope_scaling=None, norm_eps=1e-5, qk_norm=True,
-        tied_embeddings=tied,
+        tied_embeddings=tied, moe=MoEShape(**moe) if experts else None,
     )  # fmt: skip
 
 
@@ -64,11 +68,19 @@ def sizes(of: ModelShape) -> dict[str, tuple[int, ...]]:
             f"{block}attention.q_norm.weight": (h,),
             f"{block}attention.k_norm.weight": (h,),
             f"{block}ffn_norm.weight": (d,),
-            f"{block}ffn.w1.weight": (f, d),
-            f"{block}ffn.w2.weight": (d, f),
-            f"{block}ffn.w3.weight": (f, d),
         }
+        if of.moe is None or i == 0:
+            found |= _swiglu(f"{block}ffn.", d, f)
+        else:
+            e, f = of.moe.num_experts, of.moe.ffn_dim
+            own = {"w1": (e, f, d), "w2": (e, d, f), "w3": (e, f, d)}
+            found |= {f"{block}ffn.experts.{name}": size for name, size in own.items()}
+            found |= {f"{block}ffn.router.weight": (e, d)} | _swiglu(f"{block}ffn.shared.", d, of.moe.shared_ffn_dim)
     return found
+
+
+def _swiglu(prefix: str, d: int, f: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}w1.weight": (f, d), f"{prefix}w2.weight": (d, f), f"{prefix}w3.weight": (f, d)}
 
 
 def numbers(kind: str, name: str, size: tuple[int, ...], key: int) -> torch.Tensor:
@@ -160,6 +172,8 @@ def fill(state: TrainState, key: int, *, step: float | None = None, pad: float =
             slots[kind] = torch.zeros_like(parameter.detach())
             put(slots[kind], padded(numbers(kind, name, size, key), name, of.vocab_multiple, pad))
         state.optimizer.state[parameter] = slots
+    for name, buffer in state.model.named_buffers():  # biases of experts
+        buffer.copy_(numbers("bias", name, tuple(buffer.shape), key))
 
 
 def make(folder: Path, *, multiple: int = 128, tied: bool = False, lr: float = 1e-3, **kwargs: Any) -> TrainState:
@@ -208,6 +222,9 @@ def differences(state: TrainState, key: int, *, stage: bool = False) -> list[str
                 wrong.append(f"{kind}/{name}")
         if float(slots["step"]) != key:
             wrong.append(f"step/{name}")
+    for name, buffer in state.model.named_buffers():
+        if not torch.equal(buffer, numbers("bias", name, (8,), key)):
+            wrong.append(f"bias/{name}")
     return wrong + sorted(seen - set(sizes(of)) if stage else set(sizes(of)) ^ seen)
 
 
