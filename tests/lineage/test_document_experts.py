@@ -152,7 +152,7 @@ DEALT: list[dict[str, Any]] = [{"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(own, marks=() if "tp" in own else pytest.mark.long) for own in DEALT],
+    [pytest.param(own, marks=pytest.mark.long) for own in DEALT],
     ids=["ep2tp2", "ep2fsdp2"],
 )
 def test_ranks_that_hold_other_experts_count_what_one_process_does(
