@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.context.inputs import Inputs
+from quern.parallel.overlap import overlap_pairs
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.planning.schedules import SCHEDULES
@@ -95,6 +96,7 @@ class Pipeline:
         self._parts = [_Part(part, stage, stage.index == self._last) for part, stage in zip(parts, stages, strict=True)]
         self._rank_of = {index: rank for rank in range(mesh.plan.pp) for index in layout.stages_of(rank)}
         self._rank = mesh.rank("pp")
+        self._overlaps = mesh.plan.ep > 1 and self._kind.pairs
         self.counts = self._rank_of[self._last] == self._rank and mesh.rank("tp") == 0
         self._schedule: tuple[int, Any, list[PipelineStage]] | None = None
         self._dim = parts[0].shape.dim
@@ -199,6 +201,8 @@ class Pipeline:
             make: Any = get_schedule_class(self._kind.torch_name)
             one = issubclass(make, PipelineScheduleSingle)
             made = make(stages[0] if one else stages, num_micro_batches, loss_fn=_objective, scale_grads=False)
+            if self._overlaps:
+                overlap_pairs(made)
             self._schedule = (num_micro_batches, made, stages)
         return self._schedule[1:]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quern.model.float8.quantise import E4M3, Quantised, blocks_1x128
 from quern.model.float8.recipe import BLOCK
+from quern.parallel.experts.turns import BACKWARD, FORWARD, pass_on
 
 __all__ = ["Journey", "all_to_all"]
 
@@ -57,6 +58,7 @@ class _Start(torch.autograd.Function):
         ctx.way = way
         sent = _packed(rows_ND) if way.float8 else rows_ND
         way.under_way = all_to_all(sent, way.leaving, way.arriving, way.group)
+        pass_on(FORWARD)
         return _link(rows_ND, sum(way.arriving))
 
     @staticmethod
@@ -75,6 +77,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor) -> Any:
         way: Journey = ctx.way
         way.under_way = all_to_all(grad_MD, way.arriving, way.leaving, way.group)
+        pass_on(BACKWARD)
         return _link(grad_MD, len(grad_MD)), None
 
 

@@ -26,6 +26,8 @@ class ScheduleKind:
     splits_backward: bool
     """Whether gradients of inputs and of weights are computed apart, which activation checkpointing does not go with:
     torch would compute every block three times."""
+    pairs: bool = False
+    """Whether it has a forward and a backward of two stages of a rank beside each other."""
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -35,7 +37,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "looped_bfs": ScheduleKind("LoopedBFS", None, False, False),
     "interleaved_zero_bubble": ScheduleKind("InterleavedZeroBubble", None, False, True),
     "zbv_zero_bubble": ScheduleKind("ZBVZeroBubble", 2, True, True),
-    "dualpipe_v": ScheduleKind("DualPipeV", 2, True, True),
+    "dualpipe_v": ScheduleKind("DualPipeV", 2, True, True, True),
 }
 assert tuple(SCHEDULES) == get_args(Schedule)
 
