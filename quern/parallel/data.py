@@ -45,14 +45,14 @@ def shard(
         reduce_dtype=torch.bfloat16 if bf16_gradients else torch.promote_types(compute_dtype, torch.float32),
         cast_forward_inputs=False,  # tokens are integers, and rotary tables keep their precision
     )
+    # what experts return with tp, and nothing changes in place
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPExperts\) returned a view")
     along = {}
     for experts in experts_of(model):
         for name, weight in experts.named_parameters():
             over = mesh if expert_mesh is None else expert_mesh
             along[weight] = Shard(dealt_along(tuple(to_local(weight).shape), STREAM[name], over.size(over.ndim - 1)))
         if expert_mesh is not None:
-            # with tp they return one, and nothing is changed in place
-            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPExperts\) returned a view")
             fully_shard(
                 experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision,
                 shard_placement_fn=along.get,

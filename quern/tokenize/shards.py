@@ -196,9 +196,11 @@ class ShardReader:
         """
         info = self._shard(shard)
         path = self._file(info.spans)
-        if not os.path.exists(path):
-            raise InputError(f"{path}: is missing")
-        if storage.sha256(path) != info.spans_sha256:
+        try:
+            digest = storage.sha256(path)
+        except FileNotFoundError:
+            raise InputError(f"{path}: is missing") from None
+        if digest != info.spans_sha256:
             raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
         documents = end = 0
         for batch in read_batches(path, columns, rows, expected="a table of spans", missing="is missing"):

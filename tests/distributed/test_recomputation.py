@@ -229,6 +229,14 @@ def test_pairs_are_judged_as_by_hand() -> None:
         assert odd_pairs(verdicts, num) == (odd, sure), (num, verdicts)
 
 
+def test_ranks_that_hold_other_experts_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^replicas\.recompute_interval: expected 0 with parallel\.ep above 1, .* got 5$"
+    ):
+        check_recomputation(5, MeshPlan(dp_shard=2, ep=2))
+    check_recomputation(0, MeshPlan(dp_shard=2, ep=2))
+
+
 def test_a_pipeline_is_refused(tmp_path: Path) -> None:
     message = r"^replicas\.recompute_interval: expected 0 with parallel\.pp above 1, .* got 7$"
     plan = MeshPlan(pp=2, dp_shard=2)

@@ -136,3 +136,12 @@ def test_norms_over_all_heads_are_not_split_over_ranks() -> None:
 def test_other_layouts_are_taken(plan: MeshPlan) -> None:
     check_layout(shape_of(), Layout(torch.float32, seq_len=32, plan=plan), TASK)
     check_layout(shape_of(capacity=1.5), Layout(torch.float32, seq_len=32, plan=MeshPlan(2, 2)), TASK)
+
+
+def test_a_number_of_ranks_to_reshard_to_is_of_rows_alone() -> None:
+    """Four ranks divide eight experts, and of six not even the number, but the model's width."""
+    layout = Layout(torch.float32, seq_len=32, plan=MeshPlan(dp_shard=4), reshard_after_forward=2)
+    check_layout(shape_of(), layout, TASK)
+    with pytest.raises(InputError, match=r"reshard_after_forward: FSDP2 takes a number for rows alone, and 4 ranks"):
+        check_layout(shape_of(num_experts=6), layout, TASK)
+    check_layout(shape_of({"dim": 18, "num_heads": 2}, num_experts=6), layout, TASK)

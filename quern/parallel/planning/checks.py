@@ -19,7 +19,7 @@ from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, choices, divisors
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches, why_no_split_backward
-from quern.parallel.planning.weights import alike
+from quern.parallel.planning.weights import alike, dealt_along
 
 __all__ = ["Task", "check_layout"]
 
@@ -119,6 +119,13 @@ def _experts(shape: ModelShape, layout: Layout, task: Task) -> None:
         raise InputError(
             f"parallel.reshard_after_forward: expected true or false with ep {plan.ep}, whose ranks hold other experts "
             f"each, got {layout.reshard_after_forward}"
+        )
+    number, by_width = shape.moe.num_experts, dealt_along((shape.moe.num_experts, 1, shape.dim), 2, plan.shards)
+    if by_width and not isinstance(layout.reshard_after_forward, bool):
+        raise InputError(
+            f"parallel.reshard_after_forward: FSDP2 takes a number for rows alone, and {plan.shards} ranks, which do "
+            f"not divide {number} experts, have a part of each one's width; expected true or false, got "
+            f"{layout.reshard_after_forward}"
         )
     for key, wrong in (("parallel.ep", plan.ep == 1), ("optimizer.state device", layout.host_state)):
         if layout.balancing.place_interval is not None and wrong:

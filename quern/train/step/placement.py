@@ -71,10 +71,11 @@ class Placement:
 
 
 def _renumber(tensor: Tensor, order_E: Tensor) -> None:
-    """Rows in this order; of one tensor at a time the whole is on every rank."""
+    """Rows in this order; of one tensor at a time the whole is on every rank, and this rank's part once more."""
     whole = tensor
     if isinstance(whole, DTensor):
         for axis in range(whole.device_mesh.ndim):  # one by one, as torch warns of several at once
             placements = [Replicate() if other <= axis else own for other, own in enumerate(whole.placements)]
             whole = whole.redistribute(placements=placements)
-    to_local(tensor).copy_(to_local(whole)[order_E][local_slice(tensor)])
+    rows, *columns = local_slice(tensor)
+    to_local(tensor).copy_(to_local(whole)[:, *columns][order_E[rows]])

@@ -278,6 +278,11 @@ def check_recomputation(interval: int, plan: MeshPlan) -> None:
             f"replicas.recompute_interval: expected 0 with parallel.pp above 1, where stages are at several "
             f"micro-batches at once, got {interval}"
         )
+    if interval and plan.ep > 1:
+        raise InputError(
+            f"replicas.recompute_interval: expected 0 with parallel.ep above 1, where the rank that computes a "
+            f"micro-batch again holds other experts, got {interval}"
+        )
 
 
 def bound_of(compute: torch.dtype) -> float:
