@@ -144,4 +144,4 @@ def test_a_number_of_ranks_to_reshard_to_is_of_rows_alone() -> None:
     check_layout(shape_of(), layout, TASK)
     with pytest.raises(InputError, match=r"reshard_after_forward: FSDP2 takes a number for rows alone, and 4 ranks"):
         check_layout(shape_of(num_experts=6), layout, TASK)
-    check_layout(shape_of({"dim": 18, "num_heads": 2}, num_experts=6), layout, TASK)
+    check_layout(shape_of({"dim": 18, "head_dim": 4}, num_experts=6), layout, TASK)
