@@ -55,7 +55,7 @@ _HELP = {
     "data": "Crawl → documents → duplicates → tokens.",
     "tokens": "Inspect, export and import token shards.",
     "lineage": "Trace a URL to every training step that read it, and a step to its documents.",
-    "mix": "Show the mixture and order of training data.",
+    "mix": "Weigh sources, and show the mixture and order of training data.",
     "train": "Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
     "bench": "Measure the trainer over random tokens: tokens a second, MFU, step time, memory; one row per "
     "combination.",

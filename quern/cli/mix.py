@@ -1,8 +1,9 @@
-"""``quern mix``: shows which tokens a training run is going to read."""
+"""``quern mix``: weighs sources, and shows which tokens a training run is going to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -11,13 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.config import dump_yaml
+from quern.errors import InputError
 from quern.mixtures.recipe import OrderPlan
+from quern.mixtures.weighting import fresh_tokens, weigh
 from quern.train.batches.corpus import Corpus
-from quern.train.batches.mixture import plan_mixture
+from quern.train.batches.mixture import plan_mixture, sources_of
+from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
 from quern.words import counted
 
-app = typer.Typer(help="Show the mixture and order of training data.", no_args_is_help=True)
+app = typer.Typer(help="Weigh sources, and show the mixture and order of training data.", no_args_is_help=True)
 
 
 @app.callback()
@@ -39,6 +44,52 @@ def show(
         emit(plan.to_dict())
         if not json:
             _print(plan, out_console())
+
+
+@app.command()
+@reports_errors
+def weights(
+    config: Annotated[str, typer.Argument(help="A YAML file of a training run.", metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: steps=5000")] = None,
+    alpha: Annotated[
+        float, typer.Option(help="Weights are tokens to this power: 1 = as they are, 0 = equal, 0.3 to 0.7 between.")
+    ] = 1.0,
+    max_epochs: Annotated[
+        float | None, typer.Option(help="How often a source is read at most; else the config's max_epochs of each.")
+    ] = None,
+    json: bool = JSON,
+) -> None:
+    """Weigh the sources of CONFIG by their sizes for its budget, with a cap on repetition, and print a data: section.
+
+    With --alpha 0 and --max-epochs this is UniMax: as even as the caps allow.
+    """
+    resolved = load_train_config(config, overrides or ())
+    if any(phase.weights is not None for phase in resolved.phases):
+        raise InputError(f"{config}: phases: expected none with weights of their own, which would stay what they are")
+    corpus = Corpus([source.path for source in resolved.data], resolved.seq_len)
+    if max_epochs is not None:
+        resolved = _with(resolved, "max_epochs", [max_epochs] * len(resolved.data))
+    budget = plan_mixture(_with(resolved, "max_epochs", [math.inf] * len(resolved.data)), corpus).samples
+    found = weigh(sources_of(resolved, corpus), budget, alpha)
+    weighed = _with(resolved, "weight", found)
+    plan = plan_mixture(weighed, corpus)
+    section = [{"path": own.path, "weight": int(own.weight), "max_epochs": own.max_epochs} for own in weighed.data]
+    worth = [fresh_tokens(row.tokens, row.epochs) for row in plan.sources]
+    with json_stdout(json) as emit:
+        emit(plan.to_dict() | {"data": section, "worth_tokens": worth})
+        if not json:
+            console = out_console()
+            _print(plan, console)
+            told = f"worth {_short(round(sum(worth)))} tokens that are read once"
+            console.print(Text(f"{told} (Muennighoff et al. 2023: a repetition is worth less and less)"))
+            console.print()
+            console.print(dump_yaml({"data": section}), markup=False, highlight=False, soft_wrap=True, end="")
+
+
+def _with(config: TrainConfig, key: str, values: Sequence[float]) -> TrainConfig:
+    """A config whose sources have other values of a key."""
+    data = [own.model_copy(update={key: value}) for own, value in zip(config.data, values, strict=True)]
+    return config.model_copy(update={"data": tuple(data)})
 
 
 def _print(plan: OrderPlan, console: Console) -> None:

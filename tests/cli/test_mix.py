@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from quern.cli.mix import _short, app
@@ -159,3 +160,29 @@ def test_with_json_stdout_is_one_document_and_no_torch_is_loaded(config: Path) -
     command = [sys.executable, "-c", code, "show", str(config), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["samples"] == 160
+
+
+def weights(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["weights", str(config), *arguments])
+
+
+def test_weights_are_a_section_that_a_run_takes(config: Path, json_of: Callable[..., Any]) -> None:
+    """100 windows of web and 199 of books, of which 160 are to be read: half of each, or what two readings allow."""
+    found = json_of(weights, config, "--alpha", "0")
+    assert [row["weight"] for row in found["data"]] == [80, 80]
+    assert [row["samples"] for row in found["sources"]] == [80, 80]
+    found = json_of(weights, config, "steps=50", "--alpha", "0", "--max-epochs", "1.5")
+    assert [row["weight"] for row in found["data"]] == [148, 252]  # 100 windows 1.5 times, but for two
+    assert found["worth_tokens"][0] < 1.5 * 1007
+    said = weights(config, "steps=50", "--alpha", "0", "--max-epochs", "1.5").output
+    section = yaml.safe_load(said[said.index("data:") :])
+    given = yaml.safe_load(config.read_text()) | section | {"steps": 50}
+    config.write_text(yaml.safe_dump(given))
+    planned = json_of(show, config)
+    assert [row["samples"] for row in planned["sources"]] == [148, 252]
+
+
+def test_weights_of_phases_are_not_made(config: Path) -> None:
+    done = weights(config, "phases=[{first_step: 5, weights: [1, 2]}]")
+    assert done.exit_code == 2
+    assert "phases: expected none with weights of their own" in done.output

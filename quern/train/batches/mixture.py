@@ -17,7 +17,7 @@ from quern.mixtures.word import quantise
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.config import TrainConfig
 
-__all__ = ["Mixture", "carry_on", "order_names", "plan_mixture", "source_names"]
+__all__ = ["Mixture", "carry_on", "order_names", "plan_mixture", "source_names", "sources_of"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,9 @@ def order_names(config: TrainConfig, mixture: Mixture) -> list[str]:
     return [ident if own is None else names[own] for own, ident in owns]
 
 
-def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPlan:
-    """Plan the order of a config over its corpus, and what its steps read.
-
-    Raises:
-        InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
-    """
-    sources = [
+def sources_of(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> list[MixtureSource]:
+    """The sources of a config as a recipe needs them."""
+    return [
         MixtureSource(
             name=name,
             ident=ident,
@@ -61,10 +57,19 @@ def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPl
             config.data, source_names(config), corpus.ids, corpus.readers, corpus.windows, strict=True
         )
     ]
+
+
+def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPlan:
+    """Plan the order of a config over its corpus, and what its steps read.
+
+    Raises:
+        InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
+    """
     phases = [Phase(phase.first_step, phase.weights, phase.global_batch) for phase in config.phases]
     return plan_order(
-        sources, phases, seed=config.seed, seq_len=config.seq_len, global_batch=config.global_batch, steps=config.steps
-    )
+        sources_of(config, corpus), phases,
+        seed=config.seed, seq_len=config.seq_len, global_batch=config.global_batch, steps=config.steps,
+    )  # fmt: skip
 
 
 def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: int) -> Mixture:
