@@ -38,6 +38,7 @@ NOT_RUN = {
     r"quern train debug": "needs a run that failed; tests/train/test_flight.py has some",
     r"quern train profile": "a minute; tests/cli/test_train_profile.py runs small ones",
     r"--dtype uint|--val --no-eot": "a synopsis: nobody gives all of its options",
+    r"quern mix weights": "needs two sources; tests/cli/test_mix.py runs it",
     r"configs/books": "its input is nothing that the repository has",
 }
 """Why a command is not run here. test_docs_commands.py parses it nevertheless."""
