@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from quern.errors import InputError
 from quern.model.moe.layer import MoE
-from quern.train.config import TrainConfig
+from quern.train.config import ParallelConfig, TrainConfig
+from quern.train.config.experts import ExpertsConfig
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import check, open_trainer
 from quern.train.step import figures
@@ -172,3 +173,14 @@ def test_compiled_blocks_train_as_eager_ones_do(tmp_path: Path, paths: list[str]
             choices = [[own.pop(name, None) for name in ("counts", "max_over_mean_of_layer")] for own in (one, other)]
             assert choices[0] == choices[1], mode
             assert one == pytest.approx(other, rel=1e-11), mode
+
+
+def test_a_config_that_leaves_later_keys_out_is_what_it_was() -> None:
+    """Its digest is of these keys, and a run of before goes on."""
+    assert set(ExpertsConfig(bias_rate=0.1).model_dump()) == {
+        "balance_loss", "balance_over", "z_loss", "bias_rate", "center_bias",
+    }  # fmt: skip
+    assert set(ParallelConfig(dp_shard=2).model_dump()) == {
+        "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "async_tp", "nvlink_domain", "tp_across_domains",
+        "pp", "schedule", "stages_per_rank", "stage_layers", "cp", "ep", "zero",
+    }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -29,6 +30,7 @@ class OwnUpdateConfig(Section):
 class ExpertsConfig(Section):
     """How the loads of experts are kept even, in a model that has some (``model.moe``)."""
 
+    later: ClassVar[Mapping[str, Any]] = {"place_interval": None}
     balance_loss: Weight = 0.0
     """Weight of the balance loss of each layer with experts in what is minimised (Switch: 0.01): E Σ f P of the shares
     of assignments and the mean scores, which is 1 where loads are even, as a mean over sequences; ``loss`` in the
