@@ -296,7 +296,7 @@ def test_a_part_runs_from_the_command(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner, "ask", lambda device: {"device": "CPU", "torch": torch.__version__})
     assert suite.main(["--device", "cpu", "--small", "--part", "optimizer", "--out", str(tmp_path)]) == 0
     (place,) = tmp_path.glob("*/optimizer/beside-float64.json")
-    assert [row["passes"] for row in json.loads(place.read_text())["measures"]] == [True] * 3
+    assert [row["passes"] for row in json.loads(place.read_text())["measures"]] == [True] * 4
     assert "### optimizer" in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ import pytest
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.engine import Engine, InProcess, open_engine
 from quern.data_pipeline.monitoring.progress import RunProgress
+from quern.data_pipeline.page.url import MAX_CHARS
 from quern.data_run.config import DataRun
 from quern.tokenize.shards import ShardReader
 from quern.tokenize.writing import run as tokens
@@ -178,7 +179,7 @@ def test_hostile_texts_of_other_sources(kind: str, tmp_path: Path) -> None:
         )
         for name in ("deep", "many", "number", "no-utf-8", "text-34mb"):
             expected.pop(name)
-        by_id["id-1mb"] = by_id["i" * hostile_pages.MIB]
+        by_id["id-1mb"] = by_id["i" * MAX_CHARS]  # what is told of an id
     for name, verdict in expected.items():
         row = by_id[name]
         if verdict is not None:
