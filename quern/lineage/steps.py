@@ -30,7 +30,7 @@ from quern.train.batches.step_plan import StepPlan, assign, cu_seqlens_of, plan_
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun, Spans, Stream
 
-__all__ = ["DocumentParts", "StepRead", "losses_of", "read_step"]
+__all__ = ["DocumentParts", "StepRead", "inputs_of", "losses_of", "read_step"]
 
 _FORENSICS = re.compile(r"step_(\d{8,})(\.attempt_\d+)?\.json")
 
@@ -161,6 +161,17 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
         streams=streams, unknown=unknown, documents=_parts(run, chosen, plan, streams, spans),
         computed=_computed(plan, chosen, run.seq_len, (ranks_G, micro_batches_G, rows_G), known=not unknown),
     )  # fmt: skip
+
+
+def inputs_of(read: StepRead, place: int, start: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The documents that are input at positions from ``start`` to before ``stop`` of a sequence: number among those of
+    the step, and name and doc_id."""
+    parts = read.documents
+    inside = (parts.sequences == place) & (parts.input_starts < stop) & (parts.input_stops > start)
+    for m in np.flatnonzero(inside).tolist():
+        lineage, _ = read.streams[int(parts.sources[m])]
+        who = lineage.documents([int(parts.numbers[m])])
+        yield m, {"name": lineage.names(who)[0], "doc_id": who.doc_ids[0].hex()}
 
 
 def losses_of(run: TrainingRun, read: StepRead) -> dict[int, float | None]:

@@ -10,8 +10,9 @@ import numpy as np
 
 from quern.config import show
 from quern.errors import InputError
-from quern.lineage.forensics.explain import inputs_of, read_of
+from quern.lineage.forensics.explain import read_of
 from quern.lineage.forensics.file import ForensicsRecord, StepRecord, read_record
+from quern.lineage.steps import inputs_of
 from quern.lineage.training import TrainingRun
 
 __all__ = ["experts_of"]

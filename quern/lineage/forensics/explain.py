@@ -19,13 +19,13 @@ from quern.errors import InputError, QuernError
 from quern.lineage.forensics.advice import commands
 from quern.lineage.forensics.cause import OUT, Cause, Key, Part, find_cause, findings
 from quern.lineage.forensics.file import StepRecord, read_record
-from quern.lineage.steps import StepRead, read_step
+from quern.lineage.steps import StepRead, inputs_of, read_step
 from quern.lineage.training import TrainingRun
 
 if TYPE_CHECKING:
     from quern.lineage.store import DocumentIdentities, IndexedRun, Stream
 
-__all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain", "inputs_of", "read_of"]
+__all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain", "read_of"]
 
 NUM_DOCUMENTS, NUM_SEQUENCES = 10, 20
 """That are named; the file has all sequences."""
@@ -139,17 +139,6 @@ def _first(first: Mapping[str, Any], read: StepRead) -> dict[str, Any]:
     for row in first["sequences"]:
         named += [who for _, who in inputs_of(read, row["place"], row["position"], row["position"] + 1)]
     return {**first, "documents": named}
-
-
-def inputs_of(read: StepRead, place: int, start: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The documents that are input at positions from ``start`` to before ``stop`` of a sequence: number among those of
-    the step, and name and doc_id."""
-    parts = read.documents
-    inside = (parts.sequences == place) & (parts.input_starts < stop) & (parts.input_stops > start)
-    for m in np.flatnonzero(inside).tolist():
-        lineage, _ = read.streams[int(parts.sources[m])]
-        who = lineage.documents([int(parts.numbers[m])])
-        yield m, {"name": lineage.names(who)[0], "doc_id": who.doc_ids[0].hex()}
 
 
 # ---- what is usual
