@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quern.config import dump_yaml
+from quern.errors import HUNG
 from quern.train import run_record
 from quern.train.supervision import tracebacks
 from support.train import run_case as case
@@ -56,6 +57,8 @@ def test_a_rank_that_is_still_there_while_others_waited_in_vain_is_told(tmp_path
     waited = "and rank 0 waited in vain (RuntimeError: Timed out waiting 3000ms for recv)"
     end = "there is no checkpoint yet"
     assert told(str(tmp_path), [1, None, 0, 1]) == f"rank 1 does not answer, {waited}; {end}"
+    # or has followed an alarm, whose teller is gone
+    assert told(str(tmp_path), [1, HUNG, 0, 1]) == f"rank 1 does not answer, {waited}; {end}"
     stacks = tmp_path / "tracebacks" / "rank_2.stacks.txt"
     stacks.write_text("Thread")
     assert told(str(tmp_path), [1, None, None, 1]) == (f"ranks 1, 2 do not answer, {waited}; stacks: {stacks}; {end}")

@@ -129,7 +129,9 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
     if not found or len(found) < sum(code not in (0, STOPPED, HUNG, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
-    hung = [number for number, code in enumerate(codes) if code is None]
+    known = {number for _, number, _ in found}
+    # one that has followed an alarm finds its teller gone where that has waited in vain at the same time
+    hung = [number for number, code in enumerate(codes) if code is None or (code == HUNG and number not in known)]
     if hung and all(in_vain(error) for _, _, error in found):
         stacks = [stacks_of(run_dir, number) for number in hung]
         named = f"rank {hung[0]} does" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} do"
