@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quern.parallel.experts import travel, turns
+from quern.parallel.experts import all_to_all, turns
 from quern.parallel.experts.turns import BACKWARD, FORWARD, in_turns, pass_on
 from quern.parallel.planning.schedules import why_no_split_backward
 from quern.train.parity.corpus import write_corpus
@@ -73,7 +73,7 @@ def turns_of(case: Case, data: str, folder: str) -> list[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quern.parallel.overlap.in_turns", began)
-        patch.setattr(travel, "pass_on", told)
+        patch.setattr(all_to_all, "pass_on", told)
         train(case, data, folder)
     return found
 

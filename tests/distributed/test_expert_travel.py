@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.model.moe.experts import Experts
+from quern.parallel.experts.all_to_all import AsyncAllToAll
 from quern.parallel.experts.exchange import Exchange, Places
-from quern.parallel.experts.travel import Journey
 from support.oracles.float8_oracle import E4M3, quantised
 
 TOKENS, DIM, EXPERTS, TOP_K, WIDTH = 9, 200, 4, 2, 6
@@ -122,7 +122,7 @@ def test_tokens_travel_in_float8(kept_ranks: Any, capacity: bool) -> None:
 
 def order() -> list[str]:
     x_TD = torch.arange(8.0).view(4, 2).requires_grad_()
-    way = Journey([2, 2], [2, 2], dist.distributed_c10d._get_default_group().group_name)
+    way = AsyncAllToAll([2, 2], [2, 2], dist.distributed_c10d._get_default_group().group_name)
     with Sent() as seen:
         link = way.start(x_TD)
         beside = torch.tanh(x_TD)
@@ -149,8 +149,8 @@ def test_rows_of_nothing_travel(kept_ranks: Any, float8: bool) -> None:
 def to_the_first(float8: bool) -> list[int]:
     x_ND = torch.ones(2, 2, requires_grad=True)
     first, name = dist.get_rank() == 0, dist.distributed_c10d._get_default_group().group_name
-    back = Journey([2, 2] if first else [0, 0], [2, 0], name, float8=float8)
-    way = Journey([2, 0], [2, 2] if first else [0, 0], name, float8=float8)
+    back = AsyncAllToAll([2, 2] if first else [0, 0], [2, 0], name, float8=float8)
+    way = AsyncAllToAll([2, 0], [2, 2] if first else [0, 0], name, float8=float8)
     y_MD = way.whole(x_ND)
     torch.testing.assert_close(back.whole(y_MD.detach()), x_ND.detach())  # from a rank that has none
     (y_MD * (1 + torch.arange(len(y_MD)))[:, None]).sum().backward()

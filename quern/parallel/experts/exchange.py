@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quern.model.moe.rows import spread, summed, weighted
-from quern.parallel.experts.travel import Journey, all_to_all
+from quern.parallel.experts.all_to_all import AsyncAllToAll, all_to_all
 
 __all__ = ["Compute", "Exchange", "Places", "Swiglu"]
 
@@ -75,8 +75,8 @@ class Exchange:
         sent_NK = (sent_TK[token_N] - rank_N[:, None] * self.experts).where(own_NK, self.experts)
         weights_NK = spread(weights_TK, token_N, row_TK, first_TK).where(own_NK, 0)
         told_NK = torch.cat((weights_NK, sent_NK.to(weights_NK.dtype)), dim=1)  # in one message: whole numbers
-        way = Journey(leaving, arriving, self.group, float8=self.float8)
-        telling = Journey(leaving, arriving, self.group)
+        way = AsyncAllToAll(leaving, arriving, self.group, float8=self.float8)
+        telling = AsyncAllToAll(leaving, arriving, self.group)
         link_MD = way.start(spread(x_TD, token_N, row_TK, first_TK))
         link_MK = telling.start(told_NK)
         if meanwhile is not None:
@@ -84,7 +84,7 @@ class Exchange:
         x_MD, told_MK = way.end(link_MD), telling.end(link_MK)
         weights_MK, sent_MK = told_MK.chunk(2, dim=1)
         y_MD = self.compute(x_MD, sent_MK.to(torch.int64), weights_MK, sum(coming))
-        y_ND = Journey(arriving, leaving, self.group).whole(y_MD)
+        y_ND = AsyncAllToAll(arriving, leaving, self.group).whole(y_MD)
         return summed(y_ND, token_N, row_TK, first_TK).to(x_TD.dtype)
 
 
@@ -124,7 +124,7 @@ class Places:
         x_AD = spread(x_TD, place_A // sent_TK.shape[1], row_TK, there_TK).where(filled_A1, 0)
 
         even, by_rank = [self.experts * places] * self.ranks, (self.ranks, self.experts, places)
-        way = Journey(even, even, self.group, float8=self.float8)
+        way = AsyncAllToAll(even, even, self.group, float8=self.float8)
         link_AD = way.start(x_AD)
         if meanwhile is not None:
             meanwhile()
@@ -132,5 +132,5 @@ class Places:
         ends_E = torch.arange(1, self.experts + 1, device=order_S.device, dtype=torch.int32) * (self.ranks * places)
         y_AD = self.swiglu(x_AD, ends_E)
         y_AD = y_AD.unflatten(0, (self.experts, self.ranks, places)).transpose(0, 1).flatten(0, 2)
-        y_AD = Journey(even, even, self.group).whole(y_AD).where(filled_A1, 0)
+        y_AD = AsyncAllToAll(even, even, self.group).whole(y_AD).where(filled_A1, 0)
         return weighted(y_AD, weights_TK, place_A, row_TK, there_TK).to(x_TD.dtype)

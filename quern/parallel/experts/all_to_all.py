@@ -1,8 +1,8 @@
 """Rows that travel between ranks while something else is computed, and their gradients, which do on the way back.
 
-Autograd has two nodes for a journey, its start and its end. Whatever is computed between them forward is differentiated
-between them backward, so that it overlaps both ways. What links the nodes holds nothing: rows that have not arrived
-must not be looked at.
+Autograd has two nodes for an all-to-all, its start and its end. Whatever is computed between them forward is
+differentiated between them backward, so that it overlaps both ways. What links the nodes holds nothing: rows that have
+not arrived must not be looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quern.model.float8.quantise import E4M3, Quantised, blocks_1x128
 from quern.model.float8.recipe import BLOCK
 from quern.parallel.experts.turns import BACKWARD, FORWARD, pass_on
 
-__all__ = ["Journey", "all_to_all"]
+__all__ = ["AsyncAllToAll", "all_to_all"]
 
 
 def all_to_all(rows: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: str) -> Tensor:
@@ -26,7 +26,7 @@ def all_to_all(rows: Tensor, leaving: Sequence[int], arriving: Sequence[int], gr
     return cast(Tensor, torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), arriving, leaving, group))
 
 
-class Journey:
+class AsyncAllToAll:
     """Of rows [N, D] in the order of ranks to those ranks, for rows [M, D]. ``float8``: in E4M3, with a scale for each
     128 values, as DeepSeek-V3's (2412.19437, section 3.3); gradients travel in the dtype of the rows."""
 
@@ -54,7 +54,7 @@ class Journey:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, way: Journey) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, way: AsyncAllToAll) -> Tensor:
         ctx.way = way
         sent = _packed(rows_ND) if way.float8 else rows_ND
         way.under_way = all_to_all(sent, way.leaving, way.arriving, way.group)
@@ -68,14 +68,14 @@ class _Start(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link_MD: Tensor, way: Journey) -> Tensor:
+    def forward(ctx: Any, link_MD: Tensor, way: AsyncAllToAll) -> Tensor:
         ctx.way = way
         rows = way.arrived()
         return _unpacked(rows, link_MD) if way.float8 else rows
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> Any:
-        way: Journey = ctx.way
+        way: AsyncAllToAll = ctx.way
         way.under_way = all_to_all(grad_MD, way.arriving, way.leaving, way.group)
         pass_on(BACKWARD)
         return _link(grad_MD, len(grad_MD)), None
