@@ -16,8 +16,7 @@ from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.mixtures.recipe import OrderPlan
 from quern.mixtures.weighting import fresh_tokens, weigh
-from quern.train.batches.corpus import Corpus
-from quern.train.batches.mixture import plan_mixture, sources_of
+from quern.train.batches.mixture import open_corpus, plan_mixture, sources_of
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
 from quern.words import counted
@@ -39,7 +38,7 @@ def show(
 ) -> None:
     """Print the share and epochs of each source in a run of CONFIG, what is never read, and the hash of the order."""
     resolved = load_train_config(config, overrides or ())
-    plan = plan_mixture(resolved, Corpus([source.path for source in resolved.data], resolved.seq_len))
+    plan = plan_mixture(resolved, open_corpus(resolved, keep=False))
     with json_stdout(json) as emit:
         emit(plan.to_dict())
         if not json:
@@ -66,14 +65,18 @@ def weights(
     resolved = load_train_config(config, overrides or ())
     if any(phase.weights is not None for phase in resolved.phases):
         raise InputError(f"{config}: phases: expected none with weights of their own, which would stay what they are")
-    corpus = Corpus([source.path for source in resolved.data], resolved.seq_len)
+    corpus = open_corpus(resolved, keep=False)
     if max_epochs is not None:
         resolved = _with(resolved, "max_epochs", [max_epochs] * len(resolved.data))
     budget = plan_mixture(_with(resolved, "max_epochs", [math.inf] * len(resolved.data)), corpus).samples
     found = weigh(sources_of(resolved, corpus), budget, alpha)
     weighed = _with(resolved, "weight", found)
     plan = plan_mixture(weighed, corpus)
-    section = [{"path": own.path, "weight": int(own.weight), "max_epochs": own.max_epochs} for own in weighed.data]
+    section = [
+        {"path": own.path} | ({"where": own.where} if own.where else {})
+        | {"weight": int(own.weight), "max_epochs": own.max_epochs}
+        for own in weighed.data
+    ]  # fmt: skip
     worth = [fresh_tokens(row.tokens, row.epochs) for row in plan.sources]
     with json_stdout(json) as emit:
         emit(plan.to_dict() | {"data": section, "worth_tokens": worth})

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern.parallel.planning.context import Context
+from quern.tokenize.selection.chosen import Identity
 
 __all__ = ["Attempt", "SeenCheckpoint", "Stretch"]
 
@@ -43,13 +44,15 @@ class Attempt:
     """Data-parallel ranks; None in a ledger that does not tell, likewise ``micro_batch``."""
     micro_batch: int | None
     document_mask: bool
+    wheres: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Identity of a source → the condition that its documents fulfil; of all others it reads all documents."""
     context: Context | None = None
     """How ranks shared a sequence; None: each had its own, or it is not known how."""
 
     def version_of(self, identity: str) -> int:
         """The corpus version it read a source at: as the ledger tells, else the one since which the source's tokens
         stand where they do, the oldest that it can have been."""
-        since = identity.rpartition("/")[2]
+        since = Identity(identity).stream.rpartition("/")[2]
         return self.versions.get(identity, int(since) if since.isdecimal() else 1)
 
     def tells_version(self, identity: str) -> bool:

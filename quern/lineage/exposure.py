@@ -10,21 +10,22 @@ present weights unless the step was skipped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quern.lineage.index.changes import purged_at
+from quern.lineage.selection import Selection, select
 from quern.lineage.training import Attempt, SeenCheckpoint, Stretch, TrainingRun
 from quern.lineage.windows import never_visited, parts, touching
 from quern.mixtures.order import Order
 
 if TYPE_CHECKING:
-    from quern.lineage.store import IndexedRun, Stream
+    from quern.lineage.store import IndexedRun
 
-__all__ = ["Clean", "Exposures", "Selection", "Tally", "clean", "exposures", "select", "select_parts", "walk"]
+__all__ = ["Clean", "Exposures", "Tally", "clean", "exposures", "walk"]
 
 #: (window, epoch) pairs that are located at once.
 _PAIRS = 1 << 17
@@ -32,47 +33,6 @@ _NEVER = np.iinfo(np.int64).max
 
 I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Spans of one data run, whole documents or parts of them; parallel arrays [m]."""
-
-    lineage: IndexedRun
-    numbers: I64
-    streams: I64
-    starts: I64
-    """In the stream, like ``stops``."""
-    stops: I64
-    heads: Bools
-    """Whether the first token is the document's."""
-    purged_since: NDArray[np.uint32]
-    """The corpus version that purged the document; 0: it is not purged."""
-    documents: I64
-    """Ascending numbers of the documents that were asked for; those without tokens have no span."""
-
-
-def select(lineage: IndexedRun, numbers: ArrayLike) -> Selection:
-    """The whole of documents ``numbers`` of a data run, each once."""
-    unique = np.unique(np.asarray(numbers, np.int64))
-    spans = lineage.spans_of(unique)
-    return Selection(
-        lineage, spans.numbers, spans.streams, spans.starts, spans.starts + spans.lengths,
-        np.ones(len(spans.numbers), np.bool_), spans.purged_since, unique,
-    )  # fmt: skip
-
-
-def select_parts(
-    lineage: IndexedRun, numbers: ArrayLike, streams: ArrayLike, starts: ArrayLike, stops: ArrayLike
-) -> Selection:
-    """Token spans [start, stop) of streams, each inside the document ``number``."""
-    own, of, begin, end = (np.asarray(column, np.int64) for column in (numbers, streams, starts, stops))
-    unique, which = np.unique(own, return_inverse=True)
-    spans = lineage.spans_of(unique)  # in the order of the numbers
-    if not np.array_equal(spans.numbers, unique):
-        raise ValueError("expected parts of documents that have tokens")
-    heads, purged_since = begin == spans.starts[which], spans.purged_since[which]
-    return Selection(lineage, own, of, begin, end, heads, purged_since, unique)
 
 
 @dataclass(frozen=True)
@@ -85,6 +45,8 @@ class Exposures:
     """Which span of the selection."""
     numbers: I64
     streams: I64
+    sources: I64
+    """Of the attempt's order."""
     attempts: I64
     steps: I64
     """Model steps."""
@@ -152,6 +114,8 @@ class Tally:
     """Spans in held-out streams, which no step reads."""
     foreign: int = 0
     """Spans in streams that the run does not read."""
+    not_chosen: int = 0
+    """Spans of documents that fulfil none of the conditions under which the run reads their stream."""
     windows: int = 0
     """(span, window) pairs; those no surviving step has read: :attr:`unreached`."""
     unreached: int = 0
@@ -203,15 +167,30 @@ def walk(run: TrainingRun, selection: Sequence[Selection], tally: Tally) -> Iter
         tally.spans += len(chosen.numbers)
         for number in np.unique(chosen.streams).tolist():
             stream, rows = chosen.lineage.streams[number], np.flatnonzero(chosen.streams == number)
-            readings = _readings(run, stream)
-            if not readings:
+            identities, read = run.identities_of(stream.identity), np.zeros(len(rows), np.bool_)
+            if not identities:
                 tally.held_out += len(rows) if stream.held_out else 0
                 tally.foreign += 0 if stream.held_out else len(rows)
                 continue
-            for block in _blocks(run, chosen, rows, readings, tally):
-                found = Exposures(lineages=np.full(len(block["steps"]), index), **block)  # type: ignore[arg-type]
-                tally.add(found)
-                yield found
+            for identity in identities:
+                own, inside = _moved(run, chosen, rows, identity)
+                read |= inside
+                for block in _blocks(run, own, rows[inside], _readings(run, identity), tally):
+                    found = Exposures(lineages=np.full(len(block["steps"]), index), **block)  # type: ignore[arg-type]
+                    tally.add(found)
+                    yield found
+            tally.not_chosen += int((~read).sum())
+
+
+def _moved(run: TrainingRun, chosen: Selection, rows: I64, identity: str) -> tuple[Selection, Bools]:
+    """Spans ``rows`` where they are in the stream of a source, and which of them are in it."""
+    stream = run.find_stream(identity)[1]
+    if stream.chosen is None:
+        return chosen, np.ones(len(rows), np.bool_)
+    starts, stops = chosen.starts.copy(), chosen.stops.copy()
+    starts[rows] = stream.chosen.place(chosen.starts[rows])
+    stops[rows] += starts[rows] - chosen.starts[rows]
+    return replace(chosen, starts=starts, stops=stops), starts[rows] >= 0
 
 
 @dataclass(frozen=True)
@@ -235,17 +214,17 @@ class _Reading:
         return given // max(1, self.order.windows[self.source]) + 1
 
 
-def _readings(run: TrainingRun, stream: Stream) -> list[_Reading]:
+def _readings(run: TrainingRun, identity: str) -> list[_Reading]:
     by_order: dict[str, list[Attempt]] = {}
     for attempt in run.attempts:
         by_order.setdefault(attempt.order, []).append(attempt)
     found = []
     for attempts in by_order.values():
         order = run.order_of(attempts[0])
-        if stream.identity in order.ids:
-            versions = tuple(attempt.version_of(stream.identity) for attempt in attempts)
+        if identity in order.ids:
+            versions = tuple(attempt.version_of(identity) for attempt in attempts)
             newest = order.hash == run.order.hash
-            found.append(_Reading(order, order.ids.index(stream.identity), tuple(attempts), versions, newest))
+            found.append(_Reading(order, order.ids.index(identity), tuple(attempts), versions, newest))
     return found
 
 
@@ -291,12 +270,13 @@ def _blocks(
                     visited[pair[some & surviving]] = True
                     columns = {
                         "spans": span, "numbers": chosen.numbers[span], "streams": chosen.streams[span],
+                        "sources": np.full(len(span), reading.source),
                         "attempts": np.full(len(span), attempt.number), "steps": steps,
                         "data_steps": located.data_steps[found], "sequences": located.places[found],
                         "epochs": located.epochs[found], "windows": windows[pair], **vars(part), "purged": purged,
                         "applied": ~np.isin(steps, attempt.skipped), "surviving": surviving,
                     }  # fmt: skip
-                    if not attempt.tells_version(chosen.lineage.streams[chosen.streams[rows[0]]].identity):
+                    if not attempt.tells_version(reading.order.ids[reading.source]):
                         later = (chosen.purged_since[span] > 0) & ~purged
                         tally.unsure += int((some & surviving & later).sum())
                     if some.any():

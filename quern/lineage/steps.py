@@ -297,6 +297,11 @@ def _purged(spans: Spans, attempt: Attempt, stream: Stream) -> Bools:
     return spans.purged_at(attempt.version_of(stream.identity))
 
 
+def _in_source(stream: Stream, starts: I64) -> I64:
+    """Where documents start in the source's own stream."""
+    return starts if stream.chosen is None else stream.chosen.pieces(starts, starts + 1)[0]
+
+
 def _parts(
     run: TrainingRun,
     attempt: Attempt,
@@ -324,8 +329,10 @@ def _parts(
     )  # fmt: skip
     some = np.flatnonzero(part.any)
     some = some[np.argsort(places_R[rows[some]], kind="stable")]
+    in_source = [_in_source(streams[source][1], spans[source].starts) for source in sorted(spans)]
     columns = {
         "sequences": places_R[rows], "sources": sources_R[rows], "numbers": column("numbers", np.int64),
-        "starts": starts, "lengths": lengths, **vars(part), "purged": purged,
+        "starts": np.concatenate([np.empty(0, np.int64), *in_source]), "lengths": lengths, **vars(part),
+        "purged": purged,
     }  # fmt: skip
     return DocumentParts(**{name: values[some] for name, values in columns.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,6 +24,7 @@ from quern.lineage.index.records import Opened
 from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
 from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
 from quern.lineage.index.spans import SpanColumns, Spans
+from quern.tokenize.selection.chosen import Chosen
 from quern.tokenize.shards import ShardReader
 
 __all__ = ["DocumentIdentities", "IndexedRun", "Spans", "Stream", "parse_hash", "parse_host"]
@@ -39,12 +40,14 @@ class Stream:
     name: str
     """``<source>`` or ``<source>.val``."""
     identity: str
-    """``<run id>/<name>/<version since which its tokens stand where they do>``."""
+    """See :class:`~quern.tokenize.selection.chosen.Identity`."""
     path: str
     """``RUN/tokens/<name>``."""
     total_tokens: int
     num_spans: int
     held_out: bool
+    chosen: Chosen | None = None
+    """Of a stream that a condition's documents make laid end to end: where its tokens are in the source's."""
 
     @cached_property
     def reader(self) -> ShardReader:
@@ -336,7 +339,13 @@ class IndexedRun:
 
         Returns the spans, range by range and in the stream's order, and the index of the range that each is of.
         """
-        return self._spans.between(self.streams.index(stream), starts, stops)
+        number = next(number for number, own in enumerate(self.streams) if own.name == stream.name)
+        if stream.chosen is None:
+            return self._spans.between(number, starts, stops)
+        lows, highs = np.broadcast_arrays(np.asarray(starts, np.int64), np.asarray(stops, np.int64))
+        begins, ends, which = stream.chosen.pieces(lows.ravel(), highs.ravel())
+        spans, pieces = self._spans.between(number, begins, ends)
+        return replace(spans, starts=stream.chosen.place(spans.starts)), which[pieces]
 
 
 def parse_hash(value: str | bytes, name: str) -> bytes:

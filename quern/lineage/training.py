@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from quern.errors import InputError, QuernError
 from quern.lineage.attempts import Attempt, SeenCheckpoint, Stretch
 from quern.mixtures.order import Order
 from quern.parallel.planning.context import Context
+from quern.tokenize.selection.chosen import CHOSEN, Chosen, Identity
+from quern.tokenize.selection.where import open_chosen
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
     Manifest,
@@ -72,6 +75,7 @@ class TrainingRun:
         self.attempts = tuple(self._attempts())
         self.damaged: dict[str, str] = {}
         self._lineages: dict[str, IndexedRun | str] = {}
+        self._chosen: dict[str, Chosen] = {}
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -140,10 +144,12 @@ class TrainingRun:
     def source_names(self, attempt: Attempt) -> dict[str, str]:
         """What the sources of an attempt's order are called, by identity: the name of the source, and the folder of its
         tokens where several have that name."""
-        parts = {ident: ident.rsplit("/", 2) for ident in self.order_of(attempt).ids}  # data run, name and version
+        ids = self.order_of(attempt).ids
+        parts = {ident: Identity(ident).stream.rsplit("/", 2) for ident in ids}  # data run, name and version
         named = Counter(name for _, name in {tuple(own[:2]) for own in parts.values() if len(own) == 3})
         return {
-            ident: own[1] if len(own) == 3 and named[own[1]] == 1 else attempt.paths.get(ident, ident)
+            ident: (own[1] if len(own) == 3 and named[own[1]] == 1 else attempt.paths.get(ident, ident))
+            + (f" where {attempt.wheres[ident]}" if ident in attempt.wheres else "")
             for ident, own in parts.items()
         }
 
@@ -161,7 +167,8 @@ class TrainingRun:
                 order=entry["order"], stop=stop, ended=ended, line=line, skipped=np.array(skipped, np.int64),
                 paths=_texts(entry.get("paths")), versions=_numbers(entry.get("versions")),
                 dp=_positive(entry.get("dp")), micro_batch=_positive(entry.get("micro_batch")),
-                document_mask=self._document_mask(entry), context=Context.from_dict(entry.get("cp")),
+                document_mask=self._document_mask(entry), wheres=_texts(entry.get("wheres")),
+                context=Context.from_dict(entry.get("cp")),
             )  # fmt: skip
 
     def _document_mask(self, entry: Mapping[str, Any]) -> bool:
@@ -181,12 +188,32 @@ class TrainingRun:
             if isinstance(lineage, str):
                 reasons.append(lineage)
                 continue
-            stream = lineage.stream(identity)
+            stream = lineage.stream(Identity(identity).stream)
             if stream is not None:
-                return lineage, stream
+                return lineage, self._of_chosen(identity, stream)
             reasons.append(f"{lineage.run} does not have it (any more): its corpus is at version {lineage.version}")
         why = "; ".join(dict.fromkeys(reasons)) or "neither the ledger nor the config says where it is"
         raise InputError(f"{self.path}: source {identity}: {why}")
+
+    def _of_chosen(self, identity: str, stream: Stream) -> Stream:
+        """The stream of a source's identity, of the whole of which ``stream`` is: what its condition chose stands in
+        the run's folder; where it does not any more, the condition is asked again."""
+        if not Identity(identity).chosen:
+            return stream
+        if identity not in self._chosen:
+            own = [attempt for attempt in self.attempts if identity in self.order_of(attempt).ids]
+            folders = [os.path.join(self.folder_of(attempt), CHOSEN) for attempt in reversed(own)]
+            folders = [*dict.fromkeys(folders), os.path.join(self.path, CHOSEN)]
+            where = next((attempt.wheres[identity] for attempt in own if identity in attempt.wheres), None)
+            self._chosen[identity] = open_chosen(folders, identity, stream.reader, where)
+        chosen = self._chosen[identity]
+        return replace(stream, identity=identity, total_tokens=chosen.tokens, chosen=chosen)
+
+    def identities_of(self, stream: str) -> list[str]:
+        """The sources of any attempt's order that read from the stream of this identity: all of it, or documents that a
+        condition has chosen."""
+        every = dict.fromkeys(ident for attempt in self.attempts for ident in self.order_of(attempt).ids)
+        return [ident for ident in every if Identity(ident).stream == stream]
 
     def lineages(self) -> list[IndexedRun]:
         """The data runs that the sources of any attempt's order are in, each once; those that cannot be opened are left
@@ -235,7 +262,7 @@ class TrainingRun:
         """Folders in which the tokens of a source may be, the likeliest first."""
         told = [attempt.paths[identity] for attempt in reversed(self.attempts) if identity in attempt.paths]
         told += [os.path.abspath(path) for path in self._configured(identity)]  # the data run may have moved since
-        run_id, name, *_ = *identity.split("/"), ""
+        run_id, name, *_ = *Identity(identity).stream.split("/"), ""
         told += [os.path.join(self._known[run_id], "tokens", name)] if run_id in self._known else []
         return list(dict.fromkeys(told))
 
@@ -248,7 +275,7 @@ class TrainingRun:
         sources = record.get("sources") if isinstance(record, dict) else None
         path = sources.get(identity) if isinstance(sources, dict) else None
         given = [path] if isinstance(path, str) else []
-        name = identity.split("/")[-2] if identity.count("/") > 1 else ""
+        name = Identity(identity).stream.split("/")[-2] if identity.count("/") > 1 else ""
         try:
             paths = [source.path for source in self.config.data]
         except InputError:

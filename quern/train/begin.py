@@ -257,6 +257,7 @@ def _append(
         fingerprint=corpus.fingerprint,
         document_mask=config.document_mask,
         paths=_paths(corpus),
+        **corpus.told_wheres,
         dp=dp,
         micro_batch=config.micro_batch,
         **({"cp": config.parallel.context.to_dict()} if config.parallel.cp > 1 else {}),

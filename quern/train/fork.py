@@ -15,9 +15,9 @@ from typing import Any
 from quern import storage
 from quern.config import dump_yaml, load_config
 from quern.errors import InputError, QuernError
+from quern.tokenize.selection.chosen import CHOSEN
 from quern.train.batches.assignment import check_divides
-from quern.train.batches.corpus import Corpus
-from quern.train.batches.mixture import plan_mixture
+from quern.train.batches.mixture import open_corpus, plan_mixture
 from quern.train.checkpoint.format.folder import write_file
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
@@ -94,6 +94,8 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
         write_file(os.path.join(staged, LEDGER_FILE), history + json.dumps(line).encode() + b"\n")
         write_file(os.path.join(staged, CONFIG_FILE), dump_yaml(config).encode())
         write_file(os.path.join(staged, RUN_ID_FILE), f"{run}\n".encode())
+        if os.path.isdir(chosen := os.path.join(run_dir, CHOSEN)):
+            shutil.copytree(chosen, os.path.join(staged, CHOSEN))
         for path in (folder, checkpoints_folder(staged), staged):
             storage.sync(path)
         os.rename(staged, to)
@@ -180,7 +182,7 @@ def _check(config: TrainConfig, run_dir: str, checkpoint: Checkpoint, manifest: 
                 f"{name}: {run_dir} began with {getattr(order, name)}, and a fork reads on in its order, got "
                 f"{getattr(config, name)}; leave the key out, or begin a run with init_from={checkpoint.path}"
             )
-    corpus = Corpus([given.path for given in config.data], config.seq_len)
+    corpus = open_corpus(config, keep=False, known=run_dir)
     plan_mixture(config, corpus)
     open_held_out(config)
     continuation(config, corpus, entries, "resume" if wanted is None else "rollback", checkpoint)

@@ -33,7 +33,7 @@ from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import Feed
 from quern.train.batches.loader import Loader
-from quern.train.batches.mixture import order_names, plan_mixture
+from quern.train.batches.mixture import open_corpus, order_names, plan_mixture
 from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, RunFacts
 from quern.train.checkpoint.format.state import TrainState
@@ -113,19 +113,21 @@ def check_settings(config: TrainConfig, world: int, vocab_size: int) -> Layout:
     return _check_layout(config, vocab_size, plan, by_key)
 
 
-def check(config: TrainConfig, world: int) -> Checked:
-    """Check everything in a config that needs no device.
+def check(config: TrainConfig, world: int, *, keep: bool = False) -> Checked:
+    """Check everything in a config that needs no device. ``keep``: what conditions choose from sources is written to
+    the run's folder.
 
     Raises:
         InputError: naming the field, what it is and what would fit.
     """
     if os.environ.get("RANK", "0") == "0":  # the rank that sends
         check_installed(config.metrics.sent_to)
-    corpus = Corpus([source.path for source in config.data], config.seq_len)
+    run_record.check_run_dir(config.run_dir)
+    corpus = open_corpus(config, keep=keep)
     layout = check_settings(config, world, corpus.vocab_size)
     check_init_from(config, _encoding(corpus))
     plan_mixture(config, corpus)
-    return Checked(corpus, layout, open_held_out(config))
+    return Checked(corpus, layout, open_held_out(config, keep=keep))
 
 
 def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches: dict[str, int]) -> Layout:
@@ -184,7 +186,7 @@ def open_trainer(
         QuernError: another trainer is at work in ``run_dir``, or its ledger or checkpoints are damaged.
     """
     together = Agreement(ranks.rank, ranks.world)
-    checked = together.all_or_raise(lambda: check(config, ranks.world))
+    checked = together.all_or_raise(lambda: check(config, ranks.world, keep=True))
     corpus, layout, held_out = checked.corpus, checked.layout, checked.held_out
     _same_config(config, together)
     # rank 0's, for all: a run that trains while this one begins with its newest has another newest any moment
@@ -235,7 +237,7 @@ def open_trainer(
         loader = together.all_or_raise(
             lambda: Loader(
                 corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
-                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
                 source_map=start.mixture.source_map,
             )
         )  # fmt: skip

@@ -24,7 +24,7 @@ from quern.errors import InputError, QuernError
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.loader import Loader
-from quern.train.batches.mixture import Mixture, carry_on, plan_mixture
+from quern.train.batches.mixture import Mixture, carry_on, open_corpus, plan_mixture
 from quern.train.batches.tensors import StepTensors, tensors_of
 from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, checkpoints_folder, list_checkpoints
@@ -109,7 +109,7 @@ class TrainingBatches(Closes):
         self._metrics: Metrics | None = None
         self._attempt = 0
         try:
-            corpus = Corpus([source.path for source in config.data], config.seq_len)
+            corpus = open_corpus(config, keep=True)
             cache = os.path.join(config.run_dir, "index")
             if config.verify_shards:
                 corpus.verify(rank, world, os.path.join(cache, f"verified.{rank}.json"))
@@ -120,7 +120,7 @@ class TrainingBatches(Closes):
             self._data_step, mixture = _place(config, corpus, entries, start)
             self._loader = Loader(
                 corpus, mixture.order, rank=rank, world=world, micro_batch=config.micro_batch,
-                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
                 source_map=mixture.source_map,
             )  # fmt: skip
             self._parts.callback(self._loader.close)
@@ -289,8 +289,8 @@ class TrainingBatches(Closes):
         ledger.move(
             "resume" if self._attempt else "start", start, self._data_step, mixture.order,
             versions=dict(zip(corpus.ids, corpus.versions, strict=True)), fingerprint=corpus.fingerprint,
-            document_mask=config.document_mask, paths=paths, dp=world, micro_batch=config.micro_batch,
-            looks_ahead=self._looks_ahead,
+            document_mask=config.document_mask, paths=paths, **corpus.told_wheres, dp=world,
+            micro_batch=config.micro_batch, looks_ahead=self._looks_ahead,
         )  # fmt: skip
         announce(config.run_dir, mixture.order.hash, paths)
         storage.publish_bytes(os.path.join(config.run_dir, CONFIG_FILE), dump_yaml(config).encode())

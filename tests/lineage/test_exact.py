@@ -23,6 +23,8 @@ from support.lineage.exact_case import (
     check_sequences,
     data_step,
     everything,
+    laid_out,
+    named,
     parts,
     proven,
     same,
@@ -38,6 +40,7 @@ from support.programs import python
     scope="module",
     params=[
         pytest.param("sample", marks=pytest.mark.slow),
+        pytest.param("chosen", marks=pytest.mark.slow),
         pytest.param("real", marks=[pytest.mark.long, pytest.mark.shared]),
     ],
 )
@@ -51,17 +54,30 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     run_config(config)
     run_dir = folder / "run"
     shutil.copytree(run_dir / "tokens", folder / "copy")
-    moments = train(folder, run_dir, sources, u)
+    given = list(CHOSEN) if request.param == "chosen" else [(name, None) for name in sources]
+    moments = train(folder, run_dir, given, u)
     corpus = R.Corpus(run_dir, folder / "copy")
+    if request.param == "chosen":
+        laid_out(corpus, CHOSEN)
     recorded, validation = R.read_records(folder / "records")
     places = corpus.find(recorded)
     assert all(places)
-    assert {stream for found in places for stream, _ in found} >= set(sources)
+    names = {name if where is None else f"{name} where {where}" for name, where in given}
+    assert {stream for found in places for stream, _ in found} >= names
     sure = sum(len(found) == 1 for found in places)
     assert sure > 0.9 * len(places)  # the rest reads the same in several places: what is told is one of them
-    assert all(any(stream.endswith(".val") for stream, _ in found) for found in corpus.find(validation))
+    assert all(any(stream.split()[0].endswith(".val") for stream, _ in found) for found in corpus.find(validation))
     return Case(run_dir, corpus, recorded, places, moments)
 
+
+# Two parts of one source, neither of which is all of it, and a part of another.
+CHOSEN = {
+    ("crawl", "doc_id < '8'"): lambda row, tokens: row["doc_id"].hex() < "8",
+    ("crawl", "doc_id >= '8' and tokens % 3 <> 0"): lambda row, tokens: row["doc_id"].hex() >= "8" and tokens % 3,
+    ("notes", "record_offset % 2 = 0 and host is null and tokens < 90"): lambda row, tokens: (
+        row["record_offset"] % 2 == 0 and row["host"] is None and tokens < 90
+    ),
+}
 
 # ---- step
 
@@ -113,7 +129,7 @@ def test_exposure_of_every_document_is_what_was_recorded(case: Case) -> None:
         run, lineage, found = everything(moment, case)
         names = lineage.documents(np.arange(lineage.num_documents)).doc_ids
         assert set(names) == case.corpus.rows.keys()
-        rows = Rows.of(found, lineage)
+        rows = Rows.of(found, lineage, run)
         assert all(row.data_step == data_step(row.attempt, row.step) for row in rows)
         told = told_windows(rows)
         stops = proven(run, moment)
@@ -141,7 +157,7 @@ def test_one_document_at_a_time_is_the_same(case: Case) -> None:
     for number in range(lineage.num_documents):
         own = exposures(run, [(lineage, [number])])
         together = found.take(found.numbers == number)
-        assert Counter(Rows.of(own, lineage)) == Counter(Rows.of(together, lineage)), number
+        assert Counter(Rows.of(own, lineage, run)) == Counter(Rows.of(together, lineage, run)), number
 
 
 def test_the_last_clean_checkpoint_of_every_document(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +169,7 @@ def test_the_last_clean_checkpoint_of_every_document(case: Case, monkeypatch: py
         book = moment.book
         assert {seen.step for seen in checkpoints} == book.standing
         assert {seen.step for seen in checkpoints if seen.abandoned} == {s for s in book.standing if book.left(s)}
-        told = told_windows(Rows.of(found, lineage))
+        told = told_windows(Rows.of(found, lineage, run))
         steps_of: dict[bytes, set[tuple[int, int]]] = defaultdict(set)
         for life, step, _, name, *_, updated, _ in shown(case, moment, told):
             if updated:
@@ -187,10 +203,15 @@ def command(*arguments: object) -> Any:
 @pytest.mark.slow
 def test_the_commands_say_the_same(case: Case) -> None:
     moment = case.moments[-1]
-    _, lineage, found = everything(moment, case)
-    rows = Rows.of(found, lineage)
+    run, lineage, found = everything(moment, case)
+    rows = Rows.of(found, lineage, run)
     recorded = shown(case, moment, told_windows(rows))
-    streams = {stream.identity: stream.name for stream in lineage.streams}
+    newest = run.attempts[-1]
+    streams = {
+        identity: named(stream.name, newest, identity)
+        for stream in lineage.streams
+        for identity in run.identities_of(stream.identity)
+    }
 
     most = Counter(name for _, _, _, name, *_ in recorded).most_common(1)[0][0]
     answer = command("exposure", moment.path, "--doc", most.hex(), "--all", "--limit", 10**6)

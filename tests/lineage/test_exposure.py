@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from quern.lineage import exposure as module
-from quern.lineage.exposure import Exposures, Tally, clean, exposures, select, select_parts, walk
+from quern.lineage.exposure import Exposures, Tally, clean, exposures, walk
+from quern.lineage.selection import select, select_parts
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from support.lineage import histories as H

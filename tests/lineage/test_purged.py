@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.errors import InputError
-from quern.lineage.exposure import Exposures, Tally, clean, exposures, select, walk
+from quern.lineage.exposure import Exposures, Tally, clean, exposures, walk
 from quern.lineage.index.changes import CHANGES_SCHEMA, Purges, changes_file, purged_at, written_by
+from quern.lineage.selection import select
 from quern.lineage.sql.query import query
 from quern.lineage.steps import read_step
 from quern.lineage.store import IndexedRun

@@ -13,8 +13,8 @@ import pytest
 
 from quern.errors import InputError, QuernError
 from quern.lineage.sql import query as sql
-from quern.lineage.sql.guard import check
 from quern.lineage.sql.query import query
+from quern.storage.sql_guard import check
 from support.lineage.runs import Listing, write_listing
 from support.named_cases import each, with_each
 

@@ -82,7 +82,7 @@ def test_a_source_without_documents_has_no_boundaries(tmp_path: Path) -> None:
 
 def test_what_is_built_is_not_built_again(tmp_path: Path, reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
     open_boundaries([reader], str(tmp_path / "index"))
-    monkeypatch.setattr(module, "_read_marks", lambda reader: pytest.fail("built again"))
+    monkeypatch.setattr(module, "_read_marks", lambda *_: pytest.fail("built again"))
     assert len(open_boundaries([reader], str(tmp_path / "index"))[0]) == reader.num_documents
 
 
@@ -110,9 +110,9 @@ def test_builders_at_the_same_time_build_once_and_all_read_the_whole_file(
     built: list[int] = []
     read = module._read_marks
 
-    def slowly(reader: ShardReader) -> Iterator[np.ndarray]:
+    def slowly(reader: ShardReader, chosen: None) -> Iterator[np.ndarray]:
         built.append(1)
-        yield from read(reader)
+        yield from read(reader, chosen)
 
     monkeypatch.setattr(module, "_read_marks", slowly)
     with ThreadPoolExecutor(8) as pool:

@@ -114,6 +114,7 @@ def _never(never: Row) -> list[str]:
         "first_tokens": f"{count('first_tokens', 'token')} at the start of a stream, which is no target",
         "held_out_spans": f"{count('held_out_spans', 'document')} held out",
         "spans_of_other_streams": f"{count('spans_of_other_streams', 'document')} of sources the run does not read",
+        "spans_not_chosen": f"{count('spans_not_chosen', 'document')} that no where of the run chooses",
     }
     return [text for name, text in texts.items() if never[name]]
 

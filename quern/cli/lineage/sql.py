@@ -19,7 +19,8 @@ from quern.cli.open_run import note
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.lineage.sql.child import in_child
-from quern.lineage.sql.query import QueryResult, default_memory, query
+from quern.lineage.sql.query import QueryResult, query
+from quern.storage.sql import default_memory
 from quern.words import counted
 
 __all__ = ["sql", "table_console"]

@@ -10,10 +10,11 @@ import numpy as np
 
 from quern.data_pipeline.page.url import canonicalize
 from quern.errors import InputError
-from quern.lineage.exposure import Clean, Exposures, Selection, Tally, clean, select, select_parts, walk
+from quern.lineage.exposure import Clean, Exposures, Tally, clean, walk
 from quern.lineage.match import Matches, match, read_index
 from quern.lineage.purge.impact.earlier import settle
 from quern.lineage.purge.impact.training_impact import init_from, not_proven
+from quern.lineage.selection import Selection, select, select_parts
 from quern.lineage.store import IndexedRun
 from quern.lineage.training import SeenCheckpoint, TrainingRun
 
@@ -55,7 +56,7 @@ def exposure_answer(
     asked = {own.lineage.run: own.lineage.documents(own.documents).doc_ids for own in selections} if unknown else {}
     told = settle(tally, unknown, {data_run: b"".join(doc_ids) for data_run, doc_ids in asked.items()})
     answer = _answer(run, given, tally, clean(run, tally, store=store), unknown)
-    answer |= {"limit": limit, "rows": _rows(selections, kept), "rows_left_out": _left_out(tally, kept, abandoned)}
+    answer |= {"limit": limit, "rows": _rows(run, selections, kept), "rows_left_out": _left_out(tally, kept, abandoned)}
     return {**answer, "audit": told}
 
 
@@ -98,8 +99,8 @@ def _matches(
             yield replace(parts, documents=lineage.find_docs(b"".join(saved.doc_ids)))
             continue
         for stream in lineage.streams:
-            if any(stream.identity in run.order_of(attempt).ids for attempt in run.attempts):
-                unknown[stream.identity] = f"{stream.identity}: {path} is of another data run, and says nothing of it"
+            for identity in run.identities_of(stream.identity):
+                unknown[identity] = f"{identity}: {path} is of another data run, and says nothing of it"
 
 
 # ---- rows
@@ -123,7 +124,7 @@ def _left_out(tally: Tally, kept: Exposures, abandoned: bool) -> int:
     return tally.surviving + (tally.abandoned if abandoned else 0) - len(kept)
 
 
-def _rows(selections: Sequence[Selection], kept: Exposures) -> list[Row]:
+def _rows(run: TrainingRun, selections: Sequence[Selection], kept: Exposures) -> list[Row]:
     columns = {name: column.tolist() for name, column in vars(kept).items()}
     names: dict[tuple[int, int], tuple[bytes, str | None]] = {}
     for index in np.unique(kept.lineages).tolist():
@@ -134,12 +135,12 @@ def _rows(selections: Sequence[Selection], kept: Exposures) -> list[Row]:
     rows = []
     for row in range(len(kept)):
         doc_id, url = names[columns["lineages"][row], columns["numbers"][row]]
-        lineage = selections[columns["lineages"][row]].lineage
         inputs, targets = positions(columns, "input", row), positions(columns, "target", row)
         rows.append({
             "step": columns["steps"][row], "data_step": columns["data_steps"][row],
             "attempt": columns["attempts"][row], "sequence": columns["sequences"][row],
-            "source": lineage.streams[columns["streams"][row]].identity, "epoch": columns["epochs"][row],
+            "source": run.order_of(run.attempts[columns["attempts"][row]]).ids[columns["sources"][row]],
+            "epoch": columns["epochs"][row],
             "window": columns["windows"][row], "doc_id": doc_id.hex(), "url": url,
             "kind": "both" if inputs and targets else "input" if inputs else "target",
             "inputs": inputs, "targets": targets, "applied": columns["applied"][row],
@@ -179,7 +180,7 @@ def _answer(
         "never_read": {
             "windows": tally.windows, "windows_not_reached": tally.unreached, "skipped_by_rollbacks": tally.left_out,
             "tail_tokens": tally.tail_tokens, "first_tokens": tally.first_tokens, "held_out_spans": tally.held_out,
-            "spans_of_other_streams": tally.foreign,
+            "spans_of_other_streams": tally.foreign, "spans_not_chosen": tally.not_chosen,
         },
         "unproven": not_proven(tally), "known": not unknown, "unknown_sources": dict(unknown),
         "damaged_checkpoints": dict(run.damaged), "init_from": init_from(run),

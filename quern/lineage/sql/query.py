@@ -17,19 +17,19 @@ import pyarrow as pa
 from quern import storage
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.errors import InputError, QuernError, first_line
-from quern.lineage.sql.guard import check
-from quern.lineage.sql.views import VIEWS, Note, define, quoted
+from quern.lineage.sql.views import VIEWS, Note, define
+from quern.storage.sql import quoted, settings
+from quern.storage.sql_guard import check
 from quern.train.history.branch import LEDGER_FILE
 
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "default_memory", "query", "query_table"]
+__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "query", "query_table"]
 
 UNFINISHED = "the run is not complete; what it has written so far is read"
 
 _DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
-_DEFAULT_MEMORY_BYTES = 4 << 30
 #: Of a result, as Python holds it; its rows are taken from DuckDB so many at once, for only then is it known how large
 #: they are: more at once take no less time.
 _RESULT_BYTES = 256 << 20
@@ -97,7 +97,7 @@ def _run(
     if not training and not is_complete(run):
         note(f"{run}: {UNFINISHED}")
     with tempfile.TemporaryDirectory(prefix="quern-sql-") as scratch:
-        connection = duckdb.connect(":memory:", config=_settings(memory_bytes, threads, scratch))
+        connection = duckdb.connect(":memory:", config=settings(memory_bytes, threads, scratch))
         with contextlib.closing(connection):
             views = ("steps",) if training else VIEWS
             wanted = check(connection, sql, views)
@@ -125,22 +125,6 @@ def _classify(run: str) -> tuple[str, bool]:
     if not os.path.isfile(os.path.join(folder, "run.json")):
         raise InputError(f"{run}: expected a data run or a training run: it has neither run.json nor {LEDGER_FILE}")
     return folder, False
-
-
-def default_memory() -> int:
-    """DuckDB's memory in bytes where none is given: 4 GiB, at most half of the machine's."""
-    return min(_DEFAULT_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-
-
-def _settings(memory_bytes: int | None, threads: int | None, scratch: str) -> dict[str, Any]:
-    settings = {
-        "memory_limit": f"{memory_bytes or default_memory()}B",
-        "temp_directory": os.path.join(scratch, "spill"),
-        "autoinstall_known_extensions": "false",
-        "autoload_known_extensions": "false",
-        "python_enable_replacements": "false",
-    }
-    return settings | ({"threads": str(threads)} if threads else {})
 
 
 def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:

@@ -33,6 +33,7 @@ from quern.errors import InputError
 from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.index.decided import Redecided
 from quern.lineage.sql.steps import steps_table
+from quern.storage.sql import quoted
 from quern.tokenize.corpus_version import fields
 from quern.train.history.consumers import read_consumers
 from quern.words import counted
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
 
-__all__ = ["VIEWS", "Note", "define", "quoted"]
+__all__ = ["VIEWS", "Note", "define"]
 
 VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
@@ -214,8 +215,3 @@ def _scan(files: str, columns: Mapping[str, str], options: str = "") -> str:
     if files:
         return f"SELECT * FROM read_parquet({files}, hive_partitioning = false{options})"
     return f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in columns.items())} WHERE false"
-
-
-def quoted(value: str) -> str:
-    """A string literal."""
-    return "'" + value.replace("'", "''") + "'"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from quern import storage
 from quern.config import digest
+from quern.tokenize.selection.chosen import Chosen
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import exclusive
 
@@ -28,21 +29,27 @@ _ROWS = 1 << 16
 _COLUMNS = ["start", "length", "purged"]
 
 
-def boundaries_path(reader: ShardReader, folder: str) -> str:
-    """The file of ``reader``'s source in ``folder``; its name is keyed by all that decides its content."""
-    key = digest([_FORMAT, [[shard.spans_sha256, shard.tokens, shard.documents] for shard in reader.shards]])
+def boundaries_path(reader: ShardReader, folder: str, chosen: Chosen | None = None) -> str:
+    """The file of ``reader``'s source, or of documents ``chosen`` from it, in ``folder``; its name is keyed by all that
+    decides its content."""
+    told = [] if chosen is None else [chosen.identity]
+    key = digest([_FORMAT, [[shard.spans_sha256, shard.tokens, shard.documents] for shard in reader.shards], *told])
     return os.path.join(folder, f"{reader.source}.{key}.boundaries")
 
 
-def open_boundaries(readers: Sequence[ShardReader], folder: str) -> tuple[Boundaries, ...]:
-    """The boundaries of every source, built where ``folder`` does not hold them yet.
+def open_boundaries(
+    readers: Sequence[ShardReader], folder: str, chosen: Sequence[Chosen | None] | None = None
+) -> tuple[Boundaries, ...]:
+    """The boundaries of every source, or of the documents ``chosen`` from it, built where ``folder`` does not hold them
+    yet.
 
     Any number of processes may call it at once: those of a node wait for the first, others build the same bytes.
 
     Raises:
         InputError: a spans file is missing, damaged, or does not cover its shard.
     """
-    return tuple(Boundaries.open(reader, folder) for reader in readers)
+    each = [None] * len(readers) if chosen is None else chosen
+    return tuple(Boundaries.open(reader, folder, own) for reader, own in zip(readers, each, strict=True))
 
 
 @dataclass(frozen=True)
@@ -69,16 +76,18 @@ class Boundaries:
         self._marks = np.memmap(path, "<i8", "r", shape=shape).view(np.ndarray) if num_documents else np.empty(0, "<i8")
 
     @classmethod
-    def open(cls, reader: ShardReader, folder: str) -> Boundaries:
-        """The boundaries of ``reader``'s stream, built first if ``folder`` does not hold them."""
-        path, size = boundaries_path(reader, folder), 8 * reader.num_documents
+    def open(cls, reader: ShardReader, folder: str, chosen: Chosen | None = None) -> Boundaries:
+        """The boundaries of ``reader``'s stream, or of that of documents ``chosen`` from it, built first if ``folder``
+        does not hold them."""
+        documents = reader.num_documents if chosen is None else chosen.documents
+        path, size = boundaries_path(reader, folder, chosen), 8 * documents
         if not _is_whole(path, size):
             with exclusive(os.path.join(folder, f".{reader.source}.lock")):
                 if not _is_whole(path, size):
                     with storage.publish(path) as file:
-                        for marks in _read_marks(reader):
+                        for marks in _read_marks(reader, chosen):
                             file.write(marks.astype("<i8", copy=False).tobytes())
-        return cls(path, reader.num_documents)
+        return cls(path, documents)
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -103,8 +112,12 @@ def _is_whole(path: str, size: int) -> bool:
     return os.path.exists(path) and os.path.getsize(path) == size
 
 
-def _read_marks(reader: ShardReader) -> Iterator[NDArray[np.int64]]:
+def _read_marks(reader: ShardReader, chosen: Chosen | None) -> Iterator[NDArray[np.int64]]:
     for shard in range(len(reader.shards)):
         for spans in reader.read_spans(shard, _COLUMNS, _ROWS):
-            starts = spans["start"].to_numpy() + int(reader.offsets[shard])
-            yield starts << 1 | spans["purged"].to_numpy(zero_copy_only=False)
+            starts, purged = spans["start"].to_numpy(), spans["purged"].to_numpy(zero_copy_only=False)
+            starts = starts + int(reader.offsets[shard])
+            if chosen is not None:
+                starts = chosen.place(starts)
+                starts, purged = starts[starts >= 0], purged[starts >= 0]
+            yield starts << 1 | purged

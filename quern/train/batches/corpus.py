@@ -14,10 +14,12 @@ import numpy as np
 from quern import storage
 from quern.config import digest
 from quern.errors import InputError
+from quern.tokenize.selection.chosen import Chosen, overlap
+from quern.tokenize.selection.where import choose
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["AssumedCorpus", "Corpus", "Verified", "exclusive", "share_files"]
+__all__ = ["AssumedCorpus", "Corpus", "NoWindowError", "Verified", "exclusive", "share_files"]
 
 #: What VERSION.json says of the encoding, and the same field of a source's manifest.
 _ENCODING_FIELDS = {
@@ -57,6 +59,10 @@ def share_files(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
     return mine
 
 
+class NoWindowError(InputError):
+    """A source has not as many tokens as a window."""
+
+
 @dataclass(frozen=True)
 class Verified:
     """Counts of :meth:`Corpus.verify` on this rank."""
@@ -81,19 +87,28 @@ class _Listed:
 class Corpus:
     """The sources of a mixture, each a stream of tokens cut into windows of ``seq_len + 1`` at stride ``seq_len``.
 
-    ``paths``: folders ``RUN/tokens/<source>``, on a local file system.
+    ``paths``: folders ``RUN/tokens/<source>``, on a local file system. ``wheres``: for each a condition that chooses
+    documents (:mod:`quern.tokenize.selection.where`), which are laid end to end, or None for all of them; what they
+    choose is looked for in ``folders``, and written to the first.
 
-    Attributes: ``readers``, one a path; ``windows``, how many each has; ``ids``, the identity of each,
-    ``<run id>/<source>/<version since which its tokens stand where they do>``; ``versions``, the corpus version each
-    was opened at; ``encoding`` (name), ``ranks_path``, ``vocab_size``, ``eot_id``, the same for all; ``fingerprint``,
-    a digest over what every manifest holds, and so over every token.
+    Attributes: ``readers``, one a path; ``chosen``, of each the documents that its condition chose, or None;
+    ``tokens``, how many each has; ``windows``, how many of them; ``ids``, the identity of each
+    (:class:`~quern.tokenize.selection.chosen.Identity`); ``versions``, the corpus version each was opened at;
+    ``encoding`` (name), ``ranks_path``, ``vocab_size``, ``eot_id``, the same for all; ``fingerprint``, a digest over
+    what every manifest holds, and so over every token, and over what was chosen.
 
     Raises:
         InputError: a file is missing or is not what the corpus version says; two sources do not share one encoding, or
-            are the same data; a source has no window of this length.
+            share documents; a source has no window of this length; a condition is wrong.
     """
 
-    def __init__(self, paths: Sequence[str], seq_len: int) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        seq_len: int,
+        wheres: Sequence[str | None] | None = None,
+        folders: Sequence[str] = (),
+    ) -> None:
         if not paths:
             raise InputError("data: expected at least one source, got none")
         if seq_len < 1:
@@ -110,18 +125,57 @@ class Corpus:
         for reader in self.readers:
             if not os.path.exists(reader.ranks_path):
                 raise InputError(f"{reader.ranks_path}: is missing; the tokens of {reader.path} cannot be read back")
-            if reader.num_windows(seq_len) == 0:
-                raise InputError(
-                    f"{reader.path}: has {reader.total_tokens} tokens; seq_len {seq_len} needs {seq_len + 1} or more"
+        self.wheres = tuple([None] * len(paths) if wheres is None else wheres)
+        streams = tuple(map(_identity, self.readers, self._listed))
+        self.chosen = tuple(
+            None if where is None else _choose(reader, stream, where, folders)
+            for reader, stream, where in zip(self.readers, streams, self.wheres, strict=True)
+        )
+        self.ids = tuple(
+            stream if chosen is None else chosen.identity for stream, chosen in zip(streams, self.chosen, strict=True)
+        )
+        self.tokens = tuple(
+            reader.total_tokens if chosen is None else chosen.tokens
+            for reader, chosen in zip(self.readers, self.chosen, strict=True)
+        )
+        self.windows = tuple(max(0, (tokens - 1) // seq_len) for tokens in self.tokens)
+        for reader, tokens, windows, where in zip(self.readers, self.tokens, self.windows, self.wheres, strict=True):
+            if windows == 0:
+                chosen = "" if where is None else f" where {where}"
+                raise NoWindowError(
+                    f"{reader.path}: has {tokens} tokens{chosen}; seq_len {seq_len} needs {seq_len + 1} or more"
                 )
-        self.windows = tuple(reader.num_windows(seq_len) for reader in self.readers)
         self.versions = tuple(reader.version for reader in self.readers)
-        self.ids = tuple(map(_identity, self.readers, self._listed))
-        for index, ident in enumerate(self.ids):
-            if ident in self.ids[:index]:
-                twin = self.readers[self.ids.index(ident)].path
-                raise InputError(f"{self.readers[index].path}: is the same data as {twin} ({ident}); give it once")
-        self.fingerprint = digest([listed.entry["sha256"] for listed in self._listed])
+        self._check_apart(streams)
+        told = [listed.entry["sha256"] for listed in self._listed]
+        self.fingerprint = digest(told + [own.identity for own in self.chosen if own is not None])
+
+    @property
+    def told_wheres(self) -> dict[str, dict[str, str]]:
+        """What the ledger's line of a start tells of conditions: ``wheres``, of each source's identity its own; nothing
+        where none has one."""
+        found = {ident: where for ident, where in zip(self.ids, self.wheres, strict=True) if where is not None}
+        return {"wheres": found} if found else {}
+
+    def _check_apart(self, streams: Sequence[str]) -> None:
+        """No two sources share a document."""
+        for index, stream in enumerate(streams):
+            for before in range(index):
+                if streams[before] != stream:
+                    continue
+                one, other, path = self.chosen[before], self.chosen[index], self.readers[index].path
+                if one is None or other is None:
+                    twin = self.readers[before].path
+                    raise InputError(
+                        f"{path}: is the same data as {twin} ({stream}); give it once, or each time with a where that "
+                        f"chooses other documents"
+                    )
+                if (place := overlap(one, other)) is not None:
+                    others = f"{self.wheres[index]!r:.200} and {self.wheres[before]!r:.200}"
+                    raise InputError(
+                        f"{path}: where: {others} both choose the document at token {place:,} of the source; expected "
+                        f"conditions of which a document fulfils one at most"
+                    )
 
     def _check_one_encoding(self) -> None:
         first = self._listed[0].encoding
@@ -181,30 +235,24 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class _AssumedReader:
-    total_tokens: int
-    path: str = ""
-
-
-@dataclass(frozen=True)
 class AssumedCorpus:
-    """What a plan asks of a :class:`Corpus` that is not there: ``tokens`` of each path, of ``vocab_size`` ids."""
+    """What a plan asks of a :class:`Corpus` that is not there: ``tokens_each`` of each path, of ``vocab_size`` ids."""
 
     paths: tuple[str, ...]
     seq_len: int
-    tokens: int
+    tokens_each: int
     vocab_size: int
     fingerprint: None = None
 
     @property
-    def readers(self) -> tuple[Any, ...]:
-        """One a path."""
-        return tuple(_AssumedReader(self.tokens, path) for path in self.paths)
+    def tokens(self) -> tuple[int, ...]:
+        """How many each has."""
+        return (self.tokens_each,) * len(self.paths)
 
     @property
     def windows(self) -> tuple[int, ...]:
         """How many each has."""
-        return (max(0, self.tokens - 1) // self.seq_len,) * len(self.paths)
+        return (max(0, self.tokens_each - 1) // self.seq_len,) * len(self.paths)
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -268,6 +316,12 @@ def _identity(reader: ShardReader, listed: _Listed) -> str:
     if not isinstance(ident, str) or not ident:
         raise InputError(f"{path}: id: expected the identity of a data run, got {ident!r}")
     return f"{ident}/{reader.source}/{listed.entry.get('since', 1)}"
+
+
+def _choose(reader: ShardReader, stream: str, where: str, folders: Sequence[str]) -> Chosen:
+    """What a condition chooses: of a node's processes the first asks, the others read what it wrote."""
+    with exclusive(os.path.join(folders[0], ".lock")):
+        return choose(reader, stream, where, folders[0], folders[1:])
 
 
 def _stamp(path: str) -> list[int]:

@@ -174,10 +174,11 @@ class Loader:
                     f"{readers[own].path}: has {self._corpus.windows[own]} windows of seq_len {self._seq_len}, "
                     f"expected {windows[source]} as in the order (source {source})"
                 )
-        for reader, own_boundaries in zip(readers, self._boundaries, strict=True):
-            if len(own_boundaries) != reader.num_documents:
+        for reader, chosen, own_boundaries in zip(readers, self._corpus.chosen, self._boundaries, strict=True):
+            documents = reader.num_documents if chosen is None else chosen.documents
+            if len(own_boundaries) != documents:
                 raise InputError(
-                    f"{own_boundaries.path}: has {len(own_boundaries)} documents, expected {reader.num_documents} as "
+                    f"{own_boundaries.path}: has {len(own_boundaries)} documents, expected {documents} as "
                     f"{reader.path} has"
                 )
 
@@ -298,7 +299,21 @@ class Loader:
             )
 
     def _window(self, own: int, start: int) -> NDArray[np.unsignedinteger]:
-        offsets, stop = self._offsets[own], start + self._seq_len + 1
+        stop, chosen = start + self._seq_len + 1, self._corpus.chosen[own]
+        if chosen is None:
+            return self._tokens(own, start, stop)
+        first = int(chosen.starts.searchsorted(start, "right")) - 1
+        last = int(chosen.starts.searchsorted(stop, "left"))
+        edges = [start, *chosen.starts[first + 1 : last].tolist(), stop]
+        parts = [
+            self._tokens(own, begin + shift, end + shift)
+            for begin, end, shift in zip(edges, edges[1:], chosen.shifts(first, last), strict=False)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _tokens(self, own: int, start: int, stop: int) -> NDArray[np.unsignedinteger]:
+        """Tokens [start, stop) of the shards of a source."""
+        offsets = self._offsets[own]
         shard = bisect_right(offsets, start) - 1
         if stop <= offsets[shard + 1]:
             origin = offsets[shard]

@@ -7,6 +7,7 @@ recipes, batch sizes and corpus versions change only by opening a phase.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,20 @@ from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
 from quern.mixtures.recipe import MixtureSource, OrderPlan, plan_order
 from quern.mixtures.word import quantise
+from quern.tokenize.selection.chosen import CHOSEN
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.config import TrainConfig
 
-__all__ = ["Mixture", "carry_on", "order_names", "plan_mixture", "source_names", "sources_of"]
+__all__ = [
+    "Mixture",
+    "carry_on",
+    "open_corpus",
+    "open_streams",
+    "order_names",
+    "plan_mixture",
+    "source_names",
+    "sources_of",
+]
 
 
 @dataclass(frozen=True)
@@ -28,10 +39,36 @@ class Mixture:
     source_map: tuple[int | None, ...]
 
 
+def open_corpus(config: TrainConfig, *, keep: bool, known: str | None = None) -> Corpus:
+    """The sources of a config, as they are read in the run's folder. ``keep``: what conditions choose is written there;
+    else it is only looked for there, and in the folder of the run ``known``."""
+    given = [(source.path, source.where) for source in config.data]
+    return open_streams(config, given, keep=keep, known=known)
+
+
+def open_streams(
+    config: TrainConfig, given: Sequence[tuple[str, str | None]], *, keep: bool, known: str | None = None
+) -> Corpus:
+    """:func:`open_corpus` of other streams than the config's: paths, and a condition for each or None."""
+    paths, wheres = zip(*given, strict=True) if given else ((), ())
+    own = os.path.join(config.run_dir, CHOSEN)
+    if keep or not any(wheres):
+        return Corpus(paths, config.seq_len, wheres, [own])
+    others = [own] if known is None else [own, os.path.join(known, CHOSEN)]
+    with tempfile.TemporaryDirectory(prefix="quern-chosen-") as folder:  # a file that is mapped stays readable
+        return Corpus(paths, config.seq_len, wheres, [folder, *others])
+
+
 def source_names(config: TrainConfig) -> list[str]:
-    """The name of each entry of ``data``: that of its source, or its path if several have that name."""
+    """The name of each entry of ``data``: that of its source, or its path if several have that name; with its condition
+    if several have that path."""
     names = [os.path.basename(os.path.abspath(given.path)) for given in config.data]
-    return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
+    paths = [os.path.abspath(given.path) for given in config.data]
+    return [
+        f"{name} where {given.where}" if paths.count(path) > 1
+        else name if names.count(name) == 1 else given.path
+        for name, path, given in zip(names, paths, config.data, strict=True)
+    ]  # fmt: skip
 
 
 def order_names(config: TrainConfig, mixture: Mixture) -> list[str]:
@@ -48,13 +85,13 @@ def sources_of(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> list[Mixt
             name=name,
             ident=ident,
             path=given.path,
-            tokens=reader.total_tokens,
+            tokens=tokens,
             windows=windows,
             weight=given.weight,
             max_epochs=given.max_epochs,
         )
-        for given, name, ident, reader, windows in zip(
-            config.data, source_names(config), corpus.ids, corpus.readers, corpus.windows, strict=True
+        for given, name, ident, tokens, windows in zip(
+            config.data, source_names(config), corpus.ids, corpus.tokens, corpus.windows, strict=True
         )
     ]
 

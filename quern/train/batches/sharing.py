@@ -39,7 +39,7 @@ def shared_attention(config: TrainConfig, corpus: Corpus, order: Order, dp_size:
     with tempfile.TemporaryDirectory(prefix="quern-index-") as folder:
         loader = Loader(
             corpus, order, rank=0, world=dp_size, micro_batch=config.micro_batch, document_mask=config.document_mask,
-            boundaries=open_boundaries(corpus.readers, folder),
+            boundaries=open_boundaries(corpus.readers, folder, corpus.chosen),
         )  # fmt: skip
         rows = list(_first(loader, config))
     found, keys = zip(*(_shared(own, config.seq_len, context) for own in rows), strict=True)

@@ -36,8 +36,14 @@ _MOST_BETA = 257 / 258
 class DataConfig(Section):
     """One source of the mixture."""
 
+    later: ClassVar[Mapping[str, Any]] = {"where": None}
+
     path: str
     """``RUN/tokens/<source>`` of a data run. Example: runs/first/tokens/web"""
+    where: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    """A condition on the columns of a document's verdict, in SQL: only documents that fulfil it are read, laid end to
+    end; null = all of them. The same path may be given more than once, with conditions of which a document fulfils one
+    at most. Example: language = 'de' and language_score >= 0.9 and cluster_size < 100"""
     weight: Weight = 1.0
     """[relative] Share of tokens, relative to the other sources' weights."""
     max_epochs: Annotated[float, Field(gt=0)] = 4.0
@@ -296,9 +302,13 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        paths = [source.path.rstrip("/") for source in self.data]
-        if len(set(paths)) < len(paths):
-            raise ValueError(f"data: {max(paths, key=paths.count)!r} is given twice; expected one entry a source")
+        wholes = [(source.path.rstrip("/"), source.where) for source in self.data]
+        paths = [path for path, _ in wholes]
+        for path in {path for path, where in wholes if where is None or wholes.count((path, where)) > 1}:
+            if paths.count(path) > 1:
+                raise ValueError(
+                    f"data: {path!r} is given twice; expected one entry a source, or in each another where"
+                )
         if not any(source.weight > 0 for source in self.data):
             raise ValueError("data: expected a weight above 0")
         last = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +19,10 @@ from quern.parallel.context.inputs import Sharing
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.boundaries import open_boundaries
-from quern.train.batches.corpus import Corpus
+from quern.train.batches.corpus import Corpus, NoWindowError
 from quern.train.batches.feed import to_device
 from quern.train.batches.loader import IGNORE, Loader, StepBatch
-from quern.train.batches.mixture import source_names
+from quern.train.batches.mixture import open_streams, source_names
 from quern.train.config import TrainConfig
 from quern.train.processes.ranks import Ranks
 
@@ -36,9 +37,9 @@ _HELD_OUT = ".val"
 """How the folder of a source's held-out documents ends, beside the source's own."""
 
 
-def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
-    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window, and the sets of
-    ``validation.sets``.
+def open_held_out(config: TrainConfig, *, keep: bool = False) -> tuple[Corpus, ...]:
+    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window, of documents that
+    fulfil the source's ``where``, and the sets of ``validation.sets``. ``keep``: see :func:`open_corpus`.
 
     Raises:
         InputError: a file of theirs is missing or is not what the corpus version says; a set is of another encoding
@@ -50,19 +51,21 @@ def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
         root, name = os.path.split(os.path.abspath(folder))
         listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
         if name in listed and ShardReader(folder).num_windows(config.seq_len):
-            found.append(Corpus([folder], config.seq_len))
+            with suppress(NoWindowError):
+                found.append(open_streams(config, [(folder, source.where)], keep=keep))
+    sources = [(source.path, source.where) for source in config.data]
     for number, given in enumerate(config.validation.sets):
         where = f"validation.sets.{number}"
         if given.name in source_names(config):
             raise InputError(f"{where}.name: expected another than those of the sources of data, got {given.name!r}")
         try:
-            Corpus([*(source.path for source in config.data), given.path], config.seq_len)
+            open_streams(config, [*sources, (given.path, None)], keep=keep)
             found.append(Corpus([given.path], config.seq_len))
         except InputError as error:
             raise InputError(f"{where}.path: {error}") from None
     opened = [corpus.readers[0].path for corpus in found]
-    if len(set(opened)) < len(opened):
-        twice = max(opened, key=opened.count)
+    sets = len(config.validation.sets)
+    for twice in (path for place, path in enumerate(opened) if place >= len(opened) - sets and path in opened[:place]):
         raise InputError(f"validation.sets: {twice} is given twice, or is held out of a source; expected each set once")
     return tuple(found)
 
@@ -109,7 +112,7 @@ class Validator:
     ) -> None:  # fmt: skip
         self._ranks = ranks
         self._inputs = partial(to_device, device=ranks.device, document_mask=config.document_mask, sharing=sharing)
-        folders = [os.path.abspath(given.path) + _HELD_OUT for given in config.data]
+        folders = [(os.path.abspath(given.path) + _HELD_OUT, given.where) for given in config.data]
         names = dict(zip(folders, source_names(config), strict=True))
         sets = {os.path.abspath(given.path): given.name for given in config.validation.sets}
         self._sources = []
@@ -119,10 +122,10 @@ class Validator:
             order = _FromTheStart(windows, wanted, config.micro_batch * dp_size)
             loader = Loader(
                 corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
-                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
             )  # fmt: skip
             path = os.path.abspath(corpus.readers[0].path)
-            name = sets.get(path) or names[path]
+            name = sets.get(path) or names[path, corpus.wheres[0]]
             self._sources.append(_Source(name, path in sets, loader, order.steps))
 
     def run(self, model: Runner) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from quern.lineage.exposure import Exposures, exposures
 from quern.lineage.steps import StepRead
 from quern.lineage.store import IndexedRun
-from quern.lineage.training import TrainingRun
+from quern.lineage.training import Attempt, TrainingRun
 from support.lineage import recorder as R
 from support.lineage.scenario import DATA_SKIP, LENGTH, Moment
 
@@ -133,7 +133,35 @@ def check_sequences(case: Case, reads: dict[tuple[int, int], StepRead]) -> None:
 
 def windows(read: StepRead) -> list[Place]:
     pairs = zip(read.sources_G.tolist(), read.windows_G.tolist(), strict=True)
-    return [(read.streams[source][1].name, window * LENGTH) for source, window in pairs]
+    names = {source: named(own[1].name, read.attempt, read.identities[source]) for source, own in read.streams.items()}
+    return [(names[source], window * LENGTH) for source, window in pairs]
+
+
+def named(stream: str, attempt: Attempt, identity: str) -> str:
+    """What :func:`laid_out` calls the stream of a source."""
+    return f"{stream} where {attempt.wheres[identity]}" if identity in attempt.wheres else stream
+
+
+def laid_out(corpus: R.Corpus, chosen: Mapping[tuple[str, str], Callable[[Any, int], bool]]) -> None:
+    """Put in place of the streams of a corpus those that documents of them make, laid end to end: of a name and a
+    condition those whose verdict row and number of tokens fulfil it. Of a name held-out documents too."""
+    for name, _ in chosen:
+        for kind in (name, f"{name}.val"):
+            whole = corpus.streams.get(kind)
+            for (own, where), fulfils in chosen.items() if whole is not None else ():
+                if own != name:
+                    continue
+                spans = zip(whole.doc_ids, whole.starts_D.tolist(), whole.stops_D.tolist(), whole.texts, strict=True)
+                kept = [span for span in spans if fulfils(corpus.rows[span[0]], span[2] - span[1])]
+                tokens = [whole.tokens_T[start:stop] for _, start, stop, _ in kept]
+                stops = np.cumsum([len(part) for part in tokens])
+                corpus.streams[f"{kind} where {where}"] = R.Copied(
+                    f"{kind} where {where}", np.concatenate(tokens), np.append(0, stops[:-1]), stops,
+                    tuple(span[0] for span in kept), tuple(span[3] for span in kept),
+                )  # fmt: skip
+    for name, _ in chosen:
+        for kind in (name, f"{name}.val"):
+            corpus.streams.pop(kind, None)
 
 
 def documents_of(read: StepRead) -> list[tuple[int, Part]]:
@@ -189,15 +217,21 @@ class Rows:
     surviving: bool
 
     @classmethod
-    def of(cls, found: Exposures, lineage: IndexedRun) -> list[Rows]:
-        streams = [stream.name for stream in lineage.streams]
+    def of(cls, found: Exposures, lineage: IndexedRun, run: TrainingRun) -> list[Rows]:
+        identities = [run.order_of(attempt).ids for attempt in run.attempts]
+        sources = [
+            named(lineage.streams[stream].name, run.attempts[attempt], identities[attempt][source])
+            for stream, attempt, source in zip(
+                found.streams.tolist(), found.attempts.tolist(), found.sources.tolist(), strict=True
+            )
+        ]
         columns = (
-            found.attempts, found.steps, found.data_steps, found.sequences, found.streams, found.windows,
+            found.attempts, found.steps, found.data_steps, found.sequences, np.array(sources), found.windows,
             found.numbers, found.input_starts, found.input_stops, found.target_starts, found.target_stops,
             found.applied, found.surviving,
         )  # fmt: skip
         return [
-            cls(attempt, step, data, sequence, (streams[stream], window * LENGTH), number, (a, b, c, d), real, kept)
+            cls(attempt, step, data, sequence, (stream, window * LENGTH), number, (a, b, c, d), real, kept)
             for attempt, step, data, sequence, stream, window, number, a, b, c, d, real, kept in zip(
                 *(column.tolist() for column in columns), strict=True
             )

@@ -34,6 +34,7 @@ class Stream:
     """The corpus version that purged each; 0: none has."""
     first: int
     """Number of its first document in the data run."""
+    chosen: None = None
 
     @property
     def total_tokens(self) -> int:

@@ -157,15 +157,16 @@ class Moment:
     book: Book
 
 
-def train(folder: Path, run_dir: Path, sources: Sequence[str], u: int) -> tuple[Moment, ...]:
-    """All lives, recorded in ``folder/records``. The third source is silent in the first phase."""
+def train(folder: Path, run_dir: Path, sources: Sequence[tuple[str, str | None]], u: int) -> tuple[Moment, ...]:
+    """All lives, recorded in ``folder/records``. The third source is silent in the first phase. ``sources``: names, and
+    for each the condition on its documents."""
     (folder / "records").mkdir()
     path = folder / "train"
     base = {
         "run_dir": str(path),
         "data": [
-            {"path": str(run_dir / "tokens" / name), "weight": weight, "max_epochs": 1000}
-            for name, weight in zip(sources, (5, 2, 0), strict=True)
+            {"path": str(run_dir / "tokens" / name), "where": where, "weight": weight, "max_epochs": 1000}
+            for (name, where), weight in zip(sources, (5, 2, 0), strict=True)
         ],
         "phases": [{"first_step": 6 * u - 1, "weights": [2, 1, 3], "global_batch": 2 * BATCH}],
         "model": {"num_layers": 1, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "tied_embeddings": True,

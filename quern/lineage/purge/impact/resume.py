@@ -15,9 +15,11 @@ import numpy as np
 from quern import storage
 from quern.config import parse_overrides
 from quern.errors import InputError, QuernError
-from quern.lineage.exposure import Clean, select
+from quern.lineage.exposure import Clean
+from quern.lineage.selection import select
 from quern.lineage.store import IndexedRun
 from quern.lineage.training import SeenCheckpoint, TrainingRun
+from quern.tokenize.selection.chosen import Identity, family_of
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, read_manifest
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import MOVES, data_step, surviving
@@ -106,7 +108,8 @@ def _data(run: TrainingRun, config: TrainConfig, lineages: Sequence[IndexedRun])
     """Sources that are not where the config says, seen from here, and are where the ledger says, or moved since."""
     now = {stream.identity.rpartition("/")[0]: stream.path for own in lineages for stream in own.streams}
     paths = run.attempts[-1].paths.items()
-    known = [path if os.path.isdir(path) else now.get(ident.rpartition("/")[0], path) for ident, path in paths]
+    families = [(Identity(ident).stream.rpartition("/")[0], path) for ident, path in paths]
+    known = [path if os.path.isdir(path) else now.get(family, path) for family, path in families]
     told = {os.path.basename(path): path for path in known if os.path.isdir(path)}
     names = [os.path.basename(os.path.normpath(given.path)) for given in config.data]
     return [
@@ -178,8 +181,9 @@ def _accepted(
         version = lineage.version if change is None else change.version
         if change is not None and change.mode == "rewrite" and name in change.streams:
             identity = f"{lineage.run_id}/{name}/{change.version}"
-        family = [known for known in run.order.ids if known.startswith(f"{lineage.run_id}/{name}/")]
-        if family and family[-1] != identity and given.accept_version != version:
+        begins = f"{family_of(identity, given.where)}/"
+        family = [known for known in run.order.ids if known.startswith(begins)]
+        if family and Identity(family[-1]).stream != identity and given.accept_version != version:
             found.append(f"data.{index}.accept_version={version}")
     return found
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from quern import storage
 from quern.errors import InputError, QuernError
-from quern.lineage.exposure import Clean, Selection, Tally, clean, select, walk
+from quern.lineage.exposure import Clean, Tally, clean, walk
 from quern.lineage.purge.impact.earlier import settle
 from quern.lineage.purge.impact.resume import VersionChange, resume
+from quern.lineage.selection import Selection, select
 from quern.lineage.store import IndexedRun
 from quern.lineage.training import SeenCheckpoint, TrainingRun
 from quern.train.history.consumers import CONSUMERS_FILE, read_consumers
@@ -147,8 +148,7 @@ def _own(train: TrainingRun, lineage: IndexedRun, doc_ids: bytes) -> Selection:
     other = [
         number
         for number, stream in enumerate(lineage.streams)
-        if any(stream.identity in train.order_of(attempt).ids for attempt in train.attempts)
-        and train.find_stream(stream.identity)[0] is not lineage
+        if any(train.find_stream(ident)[0] is not lineage for ident in train.identities_of(stream.identity))
     ]
     kept = ~np.isin(chosen.streams, other)
     columns = ("numbers", "streams", "starts", "stops", "heads", "purged_since")

@@ -17,7 +17,7 @@ from quern.errors import InputError, first_line
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["check"]
+__all__ = ["check", "check_condition"]
 
 #: Queries, what they read from, and what is done to their rows.
 _NODES = frozenset({
@@ -49,6 +49,42 @@ def check(connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str
     Raises:
         InputError: it does not parse, is not exactly one query, writes, or reads something else than the views.
     """
+    tree = _parse(connection, sql)
+    own = connection.execute(
+        "SELECT view_name FROM duckdb_views() WHERE internal AND schema_name <> ?", [_CATALOG]
+    ).fetchall()
+    return _views(list(_dicts(tree["statements"])), {name.lower() for name in views}, {name.lower() for (name,) in own})
+
+
+def check_condition(connection: duckdb.DuckDBPyConnection, condition: str, table: str) -> None:
+    """Refuse what is not one condition on the columns of a row of ``table`` (text of a FROM clause), of functions that
+    give the same for the same row at any time.
+
+    Raises:
+        InputError: it does not parse, is more than a condition, holds a query, or a function tells more than the row.
+    """
+    nodes = _parse(connection, f"SELECT 1 FROM {table} WHERE (\n{condition}\n)")
+    (statement,) = nodes["statements"]
+    node = statement["node"]
+    more = node["type"] != "SELECT_NODE" or any(
+        node.get(part) for part in ("modifiers", "group_expressions", "having", "qualify", "sample")
+    )
+    inside = list(_dicts(node["where_clause"])) if not more else []
+    if more or any(str(own.get("type", "")).endswith("_NODE") or own.get("class") == "WINDOW" for own in inside):
+        raise InputError("expected one condition on the columns of a document, without a query in it")
+    rows = connection.execute(
+        "SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE stability <> 'CONSISTENT'"
+    ).fetchall()
+    unstable = {name for (name,) in rows} | _TELLING
+    for own in inside:
+        names = own.get("column_names") or [""]
+        name = str(own.get("function_name") or (names[0] if len(names) == 1 else "")).lower()
+        if name in unstable and (own.get("class") == "FUNCTION" or name.startswith(("current_", "local"))):
+            raise InputError(f"{name}: expected functions that always give the same for the same document")
+
+
+def _parse(connection: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
+    """The syntax tree of one query."""
     import duckdb
 
     try:
@@ -57,20 +93,16 @@ def check(connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str
         raise InputError(f"sql: {first_line(error)}") from None
     if len(statements) != 1:
         raise InputError(f"sql: expected one query, got {len(statements)} statements")
-    row = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
-    assert row is not None
+    ((text,),) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
     try:
-        tree = json.loads(row[0])
+        tree: dict[str, Any] = json.loads(text)
     except RecursionError:
         raise InputError("sql: expected a query that is nested less deeply") from None
     if tree["error"]:
         name = statements[0].type.name
         got = "a PIVOT that lists no values (IN (…))" if name in ("MULTI", "SELECT") else name
         raise InputError(f"sql: expected SELECT, SHOW, DESCRIBE or SUMMARIZE over the views, got {got}")
-    own = connection.execute(
-        "SELECT view_name FROM duckdb_views() WHERE internal AND schema_name <> ?", [_CATALOG]
-    ).fetchall()
-    return _views(list(_dicts(tree["statements"])), {name.lower() for name in views}, {name.lower() for (name,) in own})
+    return tree
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:

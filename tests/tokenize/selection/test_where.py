@@ -1,0 +1,199 @@
+"""Which documents a condition chooses, against the same question asked of Python."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.data_pipeline.page.document import verdict_schema
+from quern.errors import InputError
+from quern.tokenize.selection.chosen import Chosen
+from quern.tokenize.selection.where import choose, open_chosen
+from quern.tokenize.shards import ShardReader
+from quern.train.batches.corpus import Corpus, NoWindowError
+from support.train.corpora import Doc, write_run
+
+STREAM = "r1/web/1"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    run: Path
+    path: str
+    rows: list[Row]
+    """In the order of the stream, with ``tokens``, ``start`` and ``cluster_size``."""
+
+    def choose(self, where: str, folder: Path) -> Chosen:
+        return choose(ShardReader(self.path), STREAM, where, str(folder))
+
+    def spans(self, fulfils: Callable[[Row], object]) -> list[int]:
+        """The tokens of the source that are of documents that fulfil it."""
+        return [at for row in self.rows if fulfils(row) for at in range(row["start"], row["start"] + row["tokens"])]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    draw = random.Random(5)
+    shards = [[Doc(tuple(draw.choices(range(250), k=draw.randint(1, 12)))) for _ in range(count)]
+              for count in (30, 1, 40)]  # fmt: skip
+    (path,) = write_run(tmp_path / "run", {"web": shards})
+    rows, start = [], 0
+    for number, shard in enumerate(shards):
+        for index, doc in enumerate(shard):
+            rows.append({
+                "doc_id": hashlib.md5(f"web.{number}.{index}".encode()).digest(), "source": "web",
+                "source_file": f"file {number}", "record_offset": index, "host": draw.choice(["a.org", "b.org", None]),
+                "language": draw.choice(["de", "en", None]), "language_score": draw.choice([0.2, 0.7, 0.95, None]),
+                "failed_rules": [], "words": float(draw.randint(1, 50)), "stage": None,
+                "start": start, "tokens": len(doc.tokens), "cluster_size": 1,
+            })  # fmt: skip
+            start += len(doc.tokens)
+    folder = tmp_path / "run" / "verdicts" / "web"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "duplicates").mkdir()
+    shuffled = draw.sample(rows, len(rows))
+    dropped = [dict.fromkeys(rows[0]) | {"doc_id": bytes([n]) * 16, "source": "web", "source_file": "file 9",
+               "stage": "quality", "failed_rules": ["words"], "language": "de", "language_score": 0.99}
+               for n in range(5)]  # fmt: skip
+    half = len(rows) // 2
+    for name, part in (("one", [*shuffled[:half], *dropped]), ("two", shuffled[half:])):
+        schema = verdict_schema(["words"] if name == "one" else [])  # a column that not every file has
+        pq.write_table(pa.Table.from_pylist(part, schema), folder / f"{name}.parquet")
+    clusters = [(rows[3], b"A"), (rows[4], b"B"), (rows[9], b"B"), (rows[8], b"A"), (rows[20], b"A")]
+    sizes = {b"A": 3 + 2, b"B": 2}
+    for row, cluster in clusters:
+        row["cluster_size"] = sizes[cluster]
+    members = [{"doc_id": row["doc_id"], "cluster_id": cluster * 16} for row, cluster in clusters]
+    members += [{"doc_id": bytes([n]) * 16, "cluster_id": b"A" * 16} for n in (1, 2)]  # removed as duplicates
+    schema = pa.schema([("doc_id", pa.binary(16)), ("cluster_id", pa.binary(16))])
+    pq.write_table(pa.Table.from_pylist(members, schema), tmp_path / "run" / "duplicates" / "clusters.parquet")
+    for row in shuffled[half:]:
+        row["words"] = None
+    return Site(tmp_path / "run", path, rows)
+
+
+def equals(value: Any, other: Any) -> bool:
+    return value is not None and value == other
+
+
+@pytest.mark.parametrize(
+    ("where", "fulfils"),
+    [
+        pytest.param("language = 'de'", lambda r: equals(r["language"], "de"), id="text"),
+        pytest.param("language <> 'de'", lambda r: r["language"] not in (None, "de"), id="null is not chosen"),
+        pytest.param("language_score >= 0.7 -- good", lambda r: (r["language_score"] or 0) >= 0.7, id="a comment"),
+        pytest.param("words > 20", lambda r: r["words"] is not None and r["words"] > 20, id="not in every file"),
+        pytest.param("tokens between 3 and 7", lambda r: 3 <= r["tokens"] <= 7, id="tokens"),
+        pytest.param("cluster_size >= 2", lambda r: r["cluster_size"] >= 2, id="cluster size"),
+        pytest.param("CLUSTER_SIZE = 5", lambda r: r["cluster_size"] == 5, id="with what was removed"),
+        pytest.param("doc_id < '7' and host is null", lambda r: r["doc_id"].hex() < "7" and not r["host"], id="hex"),
+        pytest.param("true", lambda r: True, id="all"),
+        pytest.param("false", lambda r: False, id="none"),
+        pytest.param("host in ('a.org') or tokens = 1", lambda r: r["host"] == "a.org" or r["tokens"] == 1, id="in"),
+    ],
+)
+def test_a_condition_chooses_what_python_chooses(
+    site: Site, tmp_path: Path, where: str, fulfils: Callable[[Row], object]
+) -> None:
+    made = site.choose(where, tmp_path / "chosen")
+    tokens = site.spans(fulfils)
+    begins, ends, _ = made.pieces(np.array([0]), np.array([made.tokens]))
+    assert [at for a, b in zip(begins.tolist(), ends.tolist(), strict=True) for at in range(a, b)] == tokens
+    assert made.documents == sum(bool(fulfils(row)) for row in site.rows)
+
+
+def test_a_table_of_measures_is_asked_by_its_name(site: Site, tmp_path: Path) -> None:
+    folder = site.run / "measures" / "dsir"
+    folder.mkdir(parents=True)
+    known = site.rows[::2]
+    rows = [{"doc_id": row["doc_id"], "rank": n, "log_weight": -n / 3} for n, row in enumerate(known)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
+    with pytest.raises(InputError, match="dsir"):
+        site.choose("dsir.rank < 4", tmp_path / "chosen")  # its manifest says that it is whole
+    (folder / "manifest.json").write_text(json.dumps({}))
+    made = site.choose("dsir.rank < 4 and tokens > 2", tmp_path / "chosen")
+    wanted = {row["doc_id"] for row in known[:4] if row["tokens"] > 2}
+    assert 0 < made.documents == len(wanted)
+    assert made.place(np.array([row["start"] for row in known[:4] if row["tokens"] > 2])).min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        pytest.param("random() < 0.5", "random: expected functions that always give the same", id="random"),
+        pytest.param("fetched_at < now()", "now: expected", id="the time"),
+        pytest.param("fetched_at < current_date", "current_date: expected", id="the day"),
+        pytest.param("getenv('HOME') = 'x'", "getenv", id="the machine"),
+        pytest.param("tokens > (select 3)", "one condition", id="a query"),
+        pytest.param("tokens in (select tokens from spans)", "one condition", id="a query of a view"),
+        pytest.param("exists (from read_text('/etc/passwd'))", "one condition", id="a file"),
+        pytest.param("1=1) union select 1 from documents where (1=1", "one condition", id="a union"),
+        pytest.param("tokens > 1) group by (tokens", "one condition", id="groups"),
+        pytest.param("tokens > 1) limit (1", "one condition", id="a limit"),
+        pytest.param("row_number() over () < 3", "one condition", id="a window"),
+        pytest.param("count(*) > 1", "aggregates", id="an aggregate"),
+        pytest.param("1=1); drop table shards; select (1", "expected one query", id="statements"),
+        pytest.param("tokens >", "syntax error", id="no expression"),
+        pytest.param("langage = 'de'", "langage", id="no column"),
+        pytest.param("gopher.num_words > 3", 'is quoted: "gopher.num_words"', id="a dot"),
+        pytest.param("language > 3", "", id="text that is no number"),
+    ],
+)
+def test_what_is_no_condition_is_refused_by_name(site: Site, tmp_path: Path, where: str, told: str) -> None:
+    with pytest.raises(InputError, match=r"tokens/web: where: .*") as error:
+        site.choose(where, tmp_path / "chosen")
+    assert told in str(error.value)
+    assert not list((tmp_path / "chosen").glob("*"))
+
+
+def test_documents_without_a_verdict_are_told(site: Site, tmp_path: Path) -> None:
+    (site.run / "verdicts" / "web" / "one.parquet").unlink()
+    with pytest.raises(InputError, match=r"35 documents have no verdict in .*/verdicts"):
+        site.choose("true", tmp_path / "chosen")
+    (site.run / "verdicts" / "web" / "two.parquet").unlink()
+    with pytest.raises(InputError, match="verdicts/web: has no table of verdicts"):
+        site.choose("true", tmp_path / "chosen")
+
+
+def test_what_was_chosen_once_is_kept_and_asked_again_only_if_it_is_lost(site: Site, tmp_path: Path) -> None:
+    first = site.choose("cluster_size = 1", tmp_path / "chosen")
+    (site.run / "duplicates" / "clusters.parquet").unlink()  # all clusters are of one document now
+    assert site.choose("cluster_size = 1", tmp_path / "chosen").identity == first.identity
+    reader, folders = ShardReader(site.path), [str(tmp_path / "chosen")]
+    assert open_chosen(folders, first.identity, reader, "cluster_size = 1").tokens == first.tokens
+    Path(first.path).unlink()
+    with pytest.raises(InputError, match="is missing, and 'cluster_size = 1' chooses other documents now"):
+        open_chosen(folders, first.identity, reader, "cluster_size = 1")
+    with pytest.raises(InputError, match="does not tell the condition"):
+        open_chosen(folders, first.identity, reader, None)
+    now = site.choose("cluster_size = 1", tmp_path / "chosen")
+    Path(now.path).unlink()
+    assert open_chosen(folders, now.identity, reader, "cluster_size = 1").documents == len(site.rows)
+
+
+def test_a_corpus_of_conditions_on_one_source(site: Site, tmp_path: Path) -> None:
+    folder, both = [str(tmp_path / "chosen")], [site.path] * 2
+    wheres = ["tokens <= 4", "tokens > 4"]
+    corpus = Corpus(both, 8, wheres, folder)
+    assert sum(corpus.tokens) == ShardReader(site.path).total_tokens
+    assert [len(site.spans(lambda row, w=own: (row["tokens"] <= 4) == w)) for own in (True, False)] == [*corpus.tokens]
+    assert len(set(corpus.ids)) == 2
+    others = [Corpus([site.path], 8), Corpus([site.path], 8, ["true"], folder), corpus]
+    assert len({own.fingerprint for own in others}) == 3
+    with pytest.raises(InputError, match=r"'tokens >= 4' and 'tokens <= 4' both choose the document at token"):
+        Corpus(both, 8, ["tokens <= 4", "tokens >= 4"], folder)
+    with pytest.raises(InputError, match=r"is the same data as .* each time with a where"):
+        Corpus(both, 8, ["tokens <= 4", None], folder)
+    with pytest.raises(NoWindowError, match="has 0 tokens where tokens > 99; seq_len 8 needs 9 or more"):
+        Corpus([site.path], 8, ["tokens > 99"], folder)
