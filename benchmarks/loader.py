@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from quern.mixtures.order import Order
+from quern.tokenize.selection.chosen import write_chosen
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.loader import Loader
@@ -49,6 +50,19 @@ def sliced_loop(path: str, seq_len: int, micro_batch: int, windows: int) -> Call
     return step
 
 
+def read_half(corpus: Corpus, paths: Sequence[str], folder: Path) -> tuple[Corpus, list[int]]:
+    """Every second document of each source, as a condition chooses them, and how many stretches they are in."""
+    for reader, ident in zip(corpus.readers, corpus.ids, strict=True):
+        spans = (
+            (own["start"].to_numpy()[::2] + int(reader.offsets[shard]), own["length"].to_numpy()[::2])
+            for shard in range(len(reader.shards))
+            for own in reader.read_spans(shard, ["start", "length"], 1 << 16)
+        )
+        write_chosen(str(folder / "chosen"), ident, "every second", spans)
+    halves = Corpus(paths, corpus.seq_len, ["every second"] * len(paths), [str(folder / "chosen")])
+    return halves, [len(own) for own in halves.chosen if own is not None]
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Side → tokens a second; and what quern's time went to."""
     paths = write_random(folder, args.tokens * 1_000_000, args.mean_document, VOCAB_SIZE, args.sources)
@@ -58,24 +72,29 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     build_s = time.perf_counter() - began
     weights = [1 + number for number in range(args.sources)]
     order = Order(weights, corpus.windows, 1, ids=corpus.ids, global_batch=args.global_batch)
+    halves, chosen = read_half(corpus, paths, folder)
     windows = args.global_batch // args.world
     tokens = windows * args.seq_len
+    half_order = Order(weights, halves.windows, 1, ids=halves.ids, global_batch=args.global_batch)
     loaders = {
-        mask: Loader(corpus, order, rank=0, world=args.world, micro_batch=args.micro_batch, document_mask=mask,
-                     boundaries=boundaries)
-        for mask in (True, False)
+        kind: Loader(own, its_order, rank=0, world=args.world, micro_batch=args.micro_batch,
+                     document_mask=kind != "plain", boundaries=of)
+        for kind, own, its_order, of in (
+            ("mask", corpus, order, boundaries), ("plain", corpus, order, boundaries),
+            ("chosen", halves, half_order, open_boundaries(halves.readers, str(folder / "index"), halves.chosen)),
+        )
     }  # fmt: skip
     written = sum(
         getattr(batch, name).nbytes
-        for batch in loaders[True].take(0).micro_batches
+        for batch in loaders["mask"].take(0).micro_batches
         for name in ("tokens_BL", "targets_BL", "positions_BL", "documents_BL", "cu_seqlens")
     )
     steps = [0]
 
-    def read(mask: bool) -> Callable[[], None]:
+    def read(kind: str) -> Callable[[], None]:
         def step() -> None:
             steps[0] += 1
-            loaders[mask].take(steps[0])
+            loaders[kind].take(steps[0])
 
         return step
 
@@ -89,8 +108,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     first = corpus.readers[0]
     sides = {
-        "quern, document masks": read(True),
-        "quern, no masks": read(False),
+        "quern, document masks": read("mask"),
+        "quern, no masks": read("plain"),
+        "quern, document masks, every second document": read("chosen"),
         "sliced loop (inputs and targets only)": sliced_loop(
             str(Path(first.path) / first.shards[0].bin), args.seq_len, args.micro_batch, windows
         ),
@@ -105,12 +125,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if round_:  # the first one warms the page cache
                 times[name].append((time.thread_time() - began) / args.steps)
     rates = {name: tokens / median(values) for name, values in times.items()}
-    masked = loaders[True]
+    masked = loaders["mask"]
     return {
         "tokens_per_s": rates,
         "us_per_window": {name: args.seq_len / rate * 1e6 for name, rate in rates.items()},
         "order_share": masked.order_s / masked.spent_s,
         "documents_per_window": sum(len(b) for b in boundaries) / sum(corpus.windows),
+        "pieces_per_window": sum(chosen) / sum(halves.windows),
         "boundaries_s": build_s,
         "goal": GOAL,
     }
@@ -134,14 +155,15 @@ def main() -> None:
         result = measure(args, Path(folder))
     rates = result["tokens_per_s"]
     own = rates["quern, document masks"]
-    result["ratios"] = {f"quern, document masks, against {name}": own / rates[name] for name in list(rates)[2:]}
+    result["ratios"] = {f"quern, document masks, against {name}": own / rates[name] for name in list(rates)[3:]}
     if args.json:
         json.dump({"seq_len": args.seq_len, **result}, sys.stdout)
         print()
         return
-    print(f"windows of {args.seq_len} tokens, {result['documents_per_window']:.1f} documents begun in each")
+    print(f"windows of {args.seq_len} tokens, {result['documents_per_window']:.1f} documents begun in each; "
+          f"{result['pieces_per_window']:.1f} stretches where every second document is read")
     for name, rate in rates.items():
-        print(f"  {name:40} {rate / 1e6:8.1f} M tokens/s {result['us_per_window'][name]:7.1f} µs a window")
+        print(f"  {name:46} {rate / 1e6:8.1f} M tokens/s {result['us_per_window'][name]:7.1f} µs a window")
     for name, ratio in result["ratios"].items():
         print(f"  {name:72} {ratio:6.2f} ×")
     print(f"  goal {GOAL / 1e6:.0f} M tokens/s a core: {own / GOAL:.1f} ×")

@@ -63,9 +63,13 @@ def write_data_run(
     return [str(tokens / name) for name in sources]
 
 
-def write_random(run_dir: str | Path, tokens: int, mean_document: float, vocab_size: int) -> list[str]:
-    """A data run of at least ``tokens`` tokens of :func:`random_shards`. The same arguments, the same bytes."""
-    shards = {"source0": random_shards(np.random.default_rng(1), tokens, mean_document, vocab_size)}
+def write_random(
+    run_dir: str | Path, tokens: int, mean_document: float, vocab_size: int, sources: int = 1
+) -> list[str]:
+    """A data run of at least ``tokens`` tokens of :func:`random_shards`, in equal sources. The same arguments, the same
+    bytes."""
+    rng, share = np.random.default_rng(1), -(-tokens // sources)
+    shards = {f"source{number}": random_shards(rng, share, mean_document, vocab_size) for number in range(sources)}
     return write_data_run(run_dir, shards, vocab_size=vocab_size, run_id="random")
 
 
