@@ -64,7 +64,7 @@ def main() -> None:
     config = load_config(args.config, DataRun, [*args.settings, f"run_dir={args.out}"])
     read_s, num_records = reading(files)
     step = max(1, num_records // args.pages)
-    chain = Chain(config.chain)
+    chain = Chain(config.chain_of(config.sources[0]))
     for _ in range(2):
         pages = pages_of(files, step)
         chain.seconds = dict.fromkeys(chain.seconds, 0.0)

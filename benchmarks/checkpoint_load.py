@@ -121,7 +121,13 @@ def save(layout: str, size_gb: float, folder: str) -> str:
     """On every rank: write the checkpoint; its path."""
     state = state_on(layout, size_gb, folder)
     with manager(folder) as checkpoints:
-        return checkpoints.save(1, state, Position(0, 0, "", 0)).path
+        checkpoints.async_save.begin(1, state, Position(0, 0, "", 0))
+        checkpoints.async_save.wait_staged()
+        outcome = checkpoints.async_save.finish()
+    assert outcome is not None, "the save that was begun has ended"
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.checkpoint.path
 
 
 def field(file: str, name: str) -> int:

@@ -143,7 +143,7 @@ def _write_tokens(root: Path, ids: np.ndarray, lengths: np.ndarray) -> None:
         first = stop
     manifest = {
         "source": "web", "encoding": "bytes", "ranks_sha256": encoding["sha256"], "vocab_size": 257, "dtype": "uint16",
-        "eot_id": 256, "seed": 0, "shards": [info.to_dict() for info in infos],
+        "eot_id": 256, "seed": 0, "shards": [asdict(info) for info in infos],
     }  # fmt: skip
     (folder / MANIFEST).write_text(json.dumps(manifest))
     sha256 = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()

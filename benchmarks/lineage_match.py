@@ -25,6 +25,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def write_source(root: Path, documents: list[str], encoding: Encoding) -> str:
                 infos.append(writer.finish(first_key=0, last_key=2**64 - 1))
             batch, size = [], 0
     own_ids = {"vocab_size": encoding.vocab_size, "dtype": encoding.dtype, "eot_id": encoding.eot_id}
-    manifest = {"encoding": encoding.name, **own_ids, "seed": 0, "shards": [info.to_dict() for info in infos]}
+    manifest = {"encoding": encoding.name, **own_ids, "seed": 0, "shards": [asdict(info) for info in infos]}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     (root / "tokens" / "encoding.tiktoken").write_bytes(encoding.ranks_file)
     listed = version_entry("web", MANIFEST, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(), infos)

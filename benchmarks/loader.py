@@ -160,8 +160,10 @@ def main() -> None:
         json.dump({"seq_len": args.seq_len, **result}, sys.stdout)
         print()
         return
-    print(f"windows of {args.seq_len} tokens, {result['documents_per_window']:.1f} documents begun in each; "
-          f"{result['pieces_per_window']:.1f} stretches where every second document is read")
+    print(
+        f"windows of {args.seq_len} tokens, {result['documents_per_window']:.1f} documents begun in each; "
+        f"{result['pieces_per_window']:.1f} stretches where every second document is read"
+    )
     for name, rate in rates.items():
         print(f"  {name:46} {rate / 1e6:8.1f} M tokens/s {result['us_per_window'][name]:7.1f} µs a window")
     for name, ratio in result["ratios"].items():

@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def make(run: Path, shards: int, shard_tokens: int, documents: int) -> None:
     encoding = {"name": "own", "sha256": "0" * 64, "vocab_size": EOT + 1, "dtype": "uint16", "eot_id": EOT}
     manifest = {
         "source": "web", "encoding": "own", "ranks_sha256": "0" * 64, "vocab_size": EOT + 1, "dtype": "uint16",
-        "eot_id": EOT, "seed": SEED, "shards": [info.to_dict() for info in infos],
+        "eot_id": EOT, "seed": SEED, "shards": [asdict(info) for info in infos],
     }  # fmt: skip
     (folder / MANIFEST).write_text(json.dumps(manifest))
     sha256 = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
