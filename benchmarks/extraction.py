@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from warcio.archiveiterator import ArchiveIterator
 
@@ -103,7 +104,7 @@ def main() -> None:
             scores[label].append(tuple(token_f1(truths[record_id], page.text or "") for page in fresh[:2]))
 
     ms = {name: 1000 * seconds / num_pages for name, seconds in cpu.items()}
-    result = {
+    result: dict[str, Any] = {
         "backend": extract_trafilatura.backend(),
         "pages": num_pages,
         "ms_per_page": {name: round(value, 2) for name, value in ms.items()},

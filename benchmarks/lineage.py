@@ -303,7 +303,8 @@ def main() -> None:
     parser.add_argument("--warm", nargs=2, metavar=("RUN", "TRAIN_RUN"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.warm:
-        print(json.dumps(warm(*args.warm, args.queries, 0)))
+        run, training = args.warm
+        print(json.dumps(warm(run, training, args.queries, 0)))
         return
     run, training = args.folder / "run", args.folder / "train"
     if not (run / "run.json").exists():
