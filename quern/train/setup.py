@@ -263,7 +263,7 @@ def open_trainer(
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask, sharing=sharing), guard=guard,
-            forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture)),
+            forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture), start.mixture.order),
             by_rank=RankFigures(ranks, parallel.model), stragglers=Stragglers(hosts, ledger),
             link_probe=LinkProbe(hosts, ledger, ranks), loss_scale=loss_scale, checkpoints=checkpoints, state=state,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), validator=validator,

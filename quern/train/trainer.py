@@ -285,7 +285,7 @@ class Trainer(Closes):
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
             **self.utilisation.of(speed), **flags, "losses_by_source": self.by_source.read(behind[:num]),
-            **self.by_rank.read(pending.data_step, behind[num:]),
+            **self.by_source.shares(pending.data_step), **self.by_rank.read(pending.data_step, behind[num:]),
         }  # fmt: skip
         if self.parallel.loads is not None and pending.loads is not None:
             counts = figures.has_counts(pending.step, self.config.steps) or self._last(pending.step + 1)

@@ -14,6 +14,7 @@ import pytest
 from quern.errors import InputError
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.mixture import plan_mixture
+from quern.train.config import TrainConfig
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
@@ -240,3 +241,35 @@ def test_a_plan_beyond_max_epochs_is_refused_on_a_resume_too(tmp_path, paths):
     with pytest.raises(InputError, match="max_epochs 100"):
         case.live(case.settings(run, paths, steps=100_000))
     assert json.loads((run / "ledger.jsonl").read_text().splitlines()[-1])["kind"] == "checkpoint"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_phase_by_tokens_begins_at_the_first_step_before_which_so_many_are_read(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    length, batch = draw.randint(1, 9), draw.randint(1, 6)
+    given, wanted, step, tokens, own = [], [], 0, 0, batch
+    for _ in range(draw.randint(1, 4)):
+        goal = tokens + draw.randint(own * length + 1, 200)
+        while tokens < goal:  # a step at a time
+            tokens, step = tokens + own * length, step + 1
+        own = draw.choice([own, draw.randint(1, 9)])
+        given.append({"first_tokens": float(goal), "global_batch": own})
+        wanted.append(step)
+    plain = {"run_dir": str(tmp_path), "data": [{"path": "a"}], "model": {"preset": "debug"}, "seq_len": length,
+             "global_batch": batch, "steps": 500, "phases": given}  # fmt: skip
+    config = TrainConfig.model_validate(plain)
+    assert [phase.start for phase in config.phases] == wanted
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_phase_is_given_by_steps_or_by_tokens(tmp_path: Path) -> None:
+    plain = {"run_dir": str(tmp_path), "data": [{"path": "a"}], "model": {"preset": "debug"}, "seq_len": 10,
+             "global_batch": 4, "steps": 500}  # fmt: skip
+    for phase, told in (
+        ({"global_batch": 8}, "phases.0: expected first_step or first_tokens, got neither"),
+        ({"first_step": 4, "first_tokens": 200}, "phases.0: first_tokens 200 is data step 5, and first_step 4"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            TrainConfig.model_validate(plain | {"phases": [phase]})
+    later = TrainConfig.model_validate(plain | {"phases": [{"first_step": 5}]})
+    assert "first_tokens" not in later.model_dump(mode="json")["phases"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from quern.errors import InputError
+from quern.mixtures.order import Order, Phase
 from quern.model.loss import IGNORE
 from quern.parallel.context.inputs import Inputs
 from quern.train.processes.ranks import Ranks
@@ -45,7 +47,10 @@ def batch_of(rng: random.Random, micro_batches: int, rows: int, length: int, sou
 
 def test_losses_by_source_are_those_of_a_loop_over_tokens() -> None:
     rng = random.Random(3)
-    own, like = SourceLosses(["web", "code", "books", "never"]), torch.zeros(1, dtype=torch.float64)
+    own, like = (
+        SourceLosses(["web", "code", "books", "never"], Order([1] * 4, [9] * 4, 0)),
+        torch.zeros(1, dtype=torch.float64),
+    )
     parts = [batch_of(rng, 3, 2, 7, 3) for _ in range(4)]  # four ranks
     nats, targets = [0.0] * 4, [0] * 4
     for batch, losses in parts:
@@ -68,7 +73,7 @@ def test_a_loss_that_is_not_finite_stays_with_its_source() -> None:
     batch, losses = batch_of(random.Random(5), 1, 2, 5, 1)
     batch.sources_S, batch.valid_tokens = torch.tensor([0, 1]), 10
     losses[0][0, 0] = math.nan
-    own = SourceLosses(["a", "b"])
+    own = SourceLosses(["a", "b"], Order([1, 1], [9, 9], 0))
     found = own.read(own.of_this_rank(batch, losses, torch.zeros(1)).tolist())
     assert math.isnan(found["a"])
     expected = float(losses[0][1].sum() / (batch.micro_batches[0].targets_BL[1] != IGNORE).sum())
@@ -77,6 +82,22 @@ def test_a_loss_that_is_not_finite_stays_with_its_source() -> None:
     batch.micro_batches[0].targets_BL[:] = IGNORE
     losses[0].zero_()
     assert own.read(own.of_this_rank(batch, losses, torch.zeros(1)).tolist()) == {}
+
+
+def test_shares_of_sources_are_those_of_a_count_of_all_samples() -> None:
+    phases = [Phase(5, (1, 0, 2), 6), Phase(9, (0, 1, 0), 3)]
+    order = Order([3, 1, 0], [40, 30, 20], 2, phases, global_batch=8)
+    own = SourceLosses(["a", "b", "c"], order)
+    seen, planned = Counter[int](), np.zeros(3)
+    for step in range(12):
+        sources = order.batch(step)[0].tolist()
+        seen.update(sources)
+        weights = np.array([3, 1, 0] if step < 5 else [1, 0, 2] if step < 9 else [0, 1, 0])
+        planned += len(sources) * weights / weights.sum()
+        found = own.shares(step)
+        assert found["read_by_source"] == {name: seen[n] / seen.total() for n, name in enumerate("abc")}
+        assert found["planned_by_source"] == pytest.approx(dict(zip("abc", planned / seen.total(), strict=True)))
+    assert SourceLosses(["a"], Order([1], [9], 0)).shares(3) == {}
 
 
 def test_what_is_behind_the_figures_comes_back_from_them() -> None:

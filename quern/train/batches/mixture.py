@@ -102,7 +102,7 @@ def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPl
     Raises:
         InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
     """
-    phases = [Phase(phase.first_step, phase.weights, phase.global_batch) for phase in config.phases]
+    phases = [Phase(phase.start, phase.weights, phase.global_batch) for phase in config.phases]
     return plan_order(
         sources_of(config, corpus), phases,
         seed=config.seed, seq_len=config.seq_len, global_batch=config.global_batch, steps=config.steps,
@@ -135,14 +135,14 @@ def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: in
     recipe, batch = _recipe_at(config, data_step)
     changed = not _same(_spread(recipe, places, len(ids)), _widen(past[-1].weights, len(ids)))
     # a phase that changes nothing opens all the same: it has blocks of its own
-    opens = any(phase.first_step == data_step for phase in config.phases)
+    opens = any(phase.start == data_step for phase in config.phases)
     if opens or changed or past[-1].global_batch != batch:
         phases.append(Phase(data_step, _spread(recipe, places, len(ids)), batch))
     for phase in config.phases:
-        if phase.first_step > data_step:
+        if phase.start > data_step:
             recipe = list(phase.weights) if phase.weights is not None else recipe
             batch = phase.global_batch or batch
-            phases.append(Phase(phase.first_step, _spread(recipe, places, len(ids)), batch))
+            phases.append(Phase(phase.start, _spread(recipe, places, len(ids)), batch))
     try:
         order = Order(
             _widen(past[0].weights, len(ids)), windows, previous.seed, phases, ids=ids, seq_len=previous.seq_len,
@@ -183,7 +183,7 @@ def _places(config: TrainConfig, corpus: Corpus, previous: Order) -> list[list[i
 
 def _check_past(config: TrainConfig, previous: Order, place: list[list[int]], data_step: int) -> None:
     """Whether the config tells what was read as it was, at every data step where one of the two changes."""
-    starts = {row.first_step for row in previous.phases} | {phase.first_step for phase in config.phases}
+    starts = {row.first_step for row in previous.phases} | {phase.start for phase in config.phases}
     for first_step in sorted(start for start in starts if start < data_step):
         row = [row for row in previous.phases if row.first_step <= first_step][-1]
         recipe, batch = _recipe_at(config, first_step)
@@ -204,7 +204,7 @@ def _recipe_at(config: TrainConfig, data_step: int) -> tuple[list[float], int]:
     """Weights, one an entry of ``data``, and global batch that the config gives for a data step."""
     recipe, batch = [source.weight for source in config.data], config.global_batch
     for phase in config.phases:
-        if phase.first_step <= data_step:
+        if phase.start <= data_step:
             recipe = list(phase.weights) if phase.weights is not None else recipe
             batch = phase.global_batch or batch
     return recipe, batch

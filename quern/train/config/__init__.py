@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -55,15 +56,25 @@ class DataConfig(Section):
 
 
 class PhaseConfig(Section):
-    """A change of recipe or batch size at a data step."""
+    """A change of recipe or batch size at a data step, given by ``first_step`` or ``first_tokens``."""
 
-    first_step: Count
+    later: ClassVar[Mapping[str, Any]] = {"first_tokens": None}
+
+    first_step: Count | None = None
     """[steps] Data step from which the phase holds (data steps and model steps differ only by skipped data). Example:
     20000"""
+    first_tokens: Annotated[float, Field(gt=0)] | None = None
+    """[tokens] The phase holds from the first data step before which so many tokens have been read. Example: 2e9"""
     weights: tuple[Weight, ...] | None = None
     """[relative] A weight for each entry of ``data``; null = unchanged. Example: [0.7, 0.3]"""
     global_batch: Count | None = None
     """[sequences] Sequences per step; null = unchanged. Example: 1024"""
+
+    @property
+    def start(self) -> int:
+        """``first_step``, which a checked config has of every phase."""
+        assert self.first_step is not None
+        return self.first_step
 
 
 class OptimizerConfig(Section):
@@ -300,6 +311,24 @@ class TrainConfig(Section):
                 return value
         raise ValueError(f"expected a command with its arguments, quoted as for a shell, got {value!r}")
 
+    def _placed(self) -> Iterator[PhaseConfig]:
+        """The phases, with the first step of each."""
+        step, tokens, batch = 0, 0, self.global_batch  # tokens read before the step, of so many sequences from it on
+        for number, phase in enumerate(self.phases):
+            first = phase.first_step
+            if phase.first_tokens is not None:
+                left = math.ceil(phase.first_tokens) - tokens
+                found = step + max(0, -(-left // (batch * self.seq_len)))
+                if first not in (None, found):
+                    told = f"first_tokens {phase.first_tokens:,.0f} is data step {found}"
+                    raise ValueError(f"phases.{number}: {told}, and first_step {first}; expected one of the two")
+                first = found
+            if first is None:
+                raise ValueError(f"phases.{number}: expected first_step or first_tokens, got neither")
+            tokens, step = tokens + (first - step) * batch * self.seq_len, first
+            batch = phase.global_batch or batch
+            yield phase.model_copy(update={"first_step": first})
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         wholes = [(source.path.rstrip("/"), source.where) for source in self.data]
@@ -312,13 +341,14 @@ class TrainConfig(Section):
         if not any(source.weight > 0 for source in self.data):
             raise ValueError("data: expected a weight above 0")
         last = 0
+        object.__setattr__(self, "phases", tuple(self._placed()))
         for number, phase in enumerate(self.phases):
-            if phase.first_step <= last:
-                raise ValueError(f"phases.{number}.first_step: expected more than {last}, got {phase.first_step}")
+            if phase.start <= last:
+                raise ValueError(f"phases.{number}.first_step: expected more than {last}, got {phase.start}")
             if phase.weights is not None and len(phase.weights) != len(self.data):
                 got, wanted = len(phase.weights), len(self.data)
                 raise ValueError(f"phases.{number}.weights: expected {wanted} weights, one a source, got {got}")
-            last = phase.first_step
+            last = phase.start
         if self.forensics.steps and max(self.forensics.steps) >= self.steps:
             most = max(self.forensics.steps)
             raise ValueError(f"forensics.steps: expected steps below {self.steps} (steps), got {most}")
