@@ -101,7 +101,6 @@ def test_a_key_that_must_be_given_is_told_from_one_with_a_default(model: type[Ba
                 "data",
                 "data.N.path",
                 "steps",
-                "phases.N.first_step",
                 "validation.sets.N.name",
                 "validation.sets.N.path",
             },
