@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import numpy as np
 
+from quern.tokenize.selection.chosen import Identity
 from quern.train.history.ledger import latest_order, surviving
 from quern.train.report.history import ABANDONED, AGAIN, KEPT, Attempt, Run, open_run
 
@@ -114,7 +115,12 @@ def tokens_by_source(run: Run) -> list[tuple[str, int, int]]:
         for sign, step in ((1, own.data_stop), (-1, own.data_step)):
             for source, count in enumerate(order.consumed(order.first_sample(step))):
                 samples[source] += sign * count
-    parts = [ident.split("/")[-2] if ident.count("/") >= 2 else ident for ident in order.ids]
+    wheres = {ident: where for entry in run.entries for ident, where in (entry.get("wheres") or {}).items()}
+    streams = [Identity(ident).stream for ident in order.ids]
+    parts = [stream.split("/")[-2] if stream.count("/") >= 2 else stream for stream in streams]
+    parts = [
+        f"{part} where {wheres[own]}" if own in wheres else part for part, own in zip(parts, order.ids, strict=True)
+    ]
     names = [name if parts.count(name) == 1 else ident for name, ident in zip(parts, order.ids, strict=True)]
     read = [samples[source] * order.seq_len for source in range(len(names))]
     return list(zip(names, read, (size * order.seq_len for size in order.windows), strict=True))
