@@ -67,7 +67,7 @@ def balance(paths: list[str], seq_len: int, most: int) -> None:
             ("ulysses", Context("ulysses", ranks, ranks)), ("allgather, ring", Context("ring", ranks, 1)),
             *([("usp, ulysses 2", Context("usp", ranks, 2))] if ranks > 2 else []),
         ):  # fmt: skip
-            found = np.array([imbalance(own, seq_len, context) if context.shards > 1 else 1.0 for own in rows])
+            found = np.array([imbalance(own, seq_len, context)[0] if context.shards > 1 else 1.0 for own in rows])
             plain = np.array([head_tail(own, seq_len, context.shards) for own in rows])
             print(f"cp {ranks}  {name:<16} mean {found.mean():.3f}  p99 {np.percentile(found, 99):.3f}"
                   f"   head-tail alone: mean {plain.mean():.3f}  p99 {np.percentile(plain, 99):.3f}")  # fmt: skip

@@ -18,13 +18,13 @@ from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.context.attention import share_sequence
 from quern.parallel.context.inputs import Inputs
-from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
+from quern.parallel.data import gradients_in, materialise, replicate, shard
 from quern.parallel.experts.deal import exchange_tokens, split_experts
 from quern.parallel.experts.deepep import open_buffer
 from quern.parallel.experts.loads import ExpertLoads
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
-from quern.parallel.host_masters import HostMasters, cast_weights, gradients_in
+from quern.parallel.host_masters import HostMasters, cast_weights
 from quern.parallel.kept_weights import KeptWeights
 from quern.parallel.pipeline import Pipeline, local_view, my_stages
 from quern.parallel.planning.float8 import layers_in_float8, use_float8
@@ -147,10 +147,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
                 scatter_once=layout.zero == 1, expert_mesh=mesh.expert_fsdp,
             )  # fmt: skip
         materialise(part, device)  # after sharding: no rank ever holds the whole model
-        if layout.bf16_gradients:
-            gradients_in_bf16(part)  # of the tensors that are trained
-        elif cast:
-            gradients_in(part, master)
+        if layout.bf16_gradients or cast:
+            gradients_in(part, torch.bfloat16 if layout.bf16_gradients else master)  # of the tensors that are trained
         if layout.keeps_weights(mesh.plan):
             adds = layout.adds_gradients(mesh.plan)
             compiler = layout.compile_backend

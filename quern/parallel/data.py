@@ -8,6 +8,7 @@ what DDP and FSDP2 do of themselves, would be right only if every rank had the s
 import contextlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,9 @@ from quern.model.transformer import Transformer
 from quern.parallel.experts.deal import experts_of
 from quern.parallel.planning.weights import STREAM, dealt_along
 from quern.parallel.tensors.weights import to_local
+from quern.torch_versions import fsdp_groups
 
-__all__ = ["accumulation", "gradients_in_bf16", "materialise", "replicate", "shard"]
+__all__ = ["accumulation", "gradients_in", "materialise", "replicate", "shard"]
 
 
 def shard(
@@ -133,26 +135,28 @@ def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
-def gradients_in_bf16(model: nn.Module) -> None:
-    """Gradients of float32 weights are kept and added up in BF16, in place of the weights' dtype. In place, once
-    weights are allocated.
+def gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gradients are kept and added up in ``dtype``, whatever the weights are in. In place, once weights are allocated.
 
-    Autograd rounds as it accumulates. FSDP2, which sets ``.grad`` itself, casts what it has reduced to the weights'
-    dtype, and adds what comes later in place: so the first of a step is rounded, in a hook, exactly where it was
-    reduced in BF16.
+    Autograd rounds as it accumulates. FSDP2, which sets ``.grad`` itself, casts what it has reduced to the dtype in
+    which it found the weights, which it notes before its first forward.
     """
     sharded = isinstance(model, FSDPModule)
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        parameter.grad_dtype = None if sharded else torch.bfloat16  # None: of any dtype
-        if sharded:
-            parameter.register_post_accumulate_grad_hook(_in_bf16)
+        if parameter.requires_grad:
+            parameter.grad_dtype = None if sharded else dtype  # None: of any dtype
+    if sharded:
+        model.register_forward_pre_hook(partial(_reduced_to, dtype))
 
 
-def _in_bf16(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.dtype != torch.bfloat16:
-        parameter.grad = parameter.grad.to(torch.bfloat16)
+def _reduced_to(dtype: torch.dtype, model: nn.Module, *_: object) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_groups(module):
+                group._orig_dtype = dtype
+                seen = {own.sharded_param.grad.dtype for own in group.fsdp_params if own.sharded_param.grad is not None}
+                if seen - {dtype}:  # another torch goes by another name, and micro-batches would be added up rounded
+                    raise RuntimeError(f"FSDP2 keeps gradients in {seen.pop()}, expected {dtype}: not with this torch")
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from quern.model.moe.experts import Experts
 from quern.model.transformer import Linear, Transformer
 from quern.parallel.kept_weights import KeptWeights
-from quern.torch_versions import fsdp_groups
 
-__all__ = ["HostMasters", "Unit", "cast_weights", "gradients_in"]
+__all__ = ["HostMasters", "Unit", "cast_weights"]
 
 
 @dataclass(eq=False)
@@ -45,8 +44,7 @@ class HostMasters:
         masters = {name: _master(parameter, dtype) for name, parameter in named.items()}
         self.model = cast(Transformer, _shell(view, masters))
         """The masters under the weights' names, with the model's ``shape`` and its own buffers; not to be called."""
-        totals = {weight: own.total_OK for some in kept for weight, own in some.weights}
-        self.totals = {weight: total for weight, total in totals.items() if total is not None}
+        self.totals = {w: own.total_OK for some in kept for w, own in some.weights if own.total_OK is not None}
         """The memory that is a weight's gradient in every step, where there is such."""
         by_weight = {parameter: masters[name] for name, parameter in named.items()}
         made = {weight for some in kept for weight, _ in some.made}
@@ -81,29 +79,6 @@ def cast_weights(part: Transformer, dtype: torch.dtype, *, sharded: bool, head: 
         for name, weight in module.named_parameters(recurse=False):
             if sharded or isinstance(module, Linear | Experts):
                 setattr(module, name, nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad))
-
-
-def gradients_in(part: nn.Module, dtype: torch.dtype) -> None:
-    """Gradients are summed and kept in ``dtype``, whatever the weights are in. In place, once they have memory.
-
-    FSDP2 casts what it has reduced to the dtype in which it found the weights, which it notes before its first forward.
-    """
-    sharded = isinstance(part, FSDPModule)
-    for parameter in part.parameters():
-        if parameter.requires_grad:
-            parameter.grad_dtype = None if sharded else dtype  # None: of any dtype
-    if sharded:
-        part.register_forward_pre_hook(partial(_reduced_to, dtype))
-
-
-def _reduced_to(dtype: torch.dtype, part: nn.Module, *_: object) -> None:
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_groups(module):
-                group._orig_dtype = dtype
-                seen = {own.sharded_param.grad.dtype for own in group.fsdp_params if own.sharded_param.grad is not None}
-                if seen - {dtype}:  # another torch goes by another name, and micro-batches would be added up rounded
-                    raise RuntimeError(f"FSDP2 keeps gradients in {seen.pop()}, expected {dtype}: not with this torch")
 
 
 def _wait(units: Sequence[Unit], *_: object) -> None:

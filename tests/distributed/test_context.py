@@ -54,11 +54,11 @@ def test_a_key_head_goes_to_several_ranks(kept_ranks: Ranks, method: Method, exc
     check(kept_ranks, Example(method, 4, exchange, 16, ((5,),), 8, exchange // 2, seed=2))
 
 
-OFTEN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+OFTEN = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 
 
 @pytest.mark.slow
-@settings(OFTEN)
+@settings(OFTEN, max_examples=12)
 @given(examples(METHODS, chunks=6, rows=3))
 def test_random_documents_and_heads(kept_ranks: Ranks, example: Example) -> None:
     check(kept_ranks, example)

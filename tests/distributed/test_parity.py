@@ -87,10 +87,11 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 def marked() -> dict[Case, Any]:
     """Where each case runs.
 
-    - `make test-fast`: a case of each layout of up to 2 ranks, and one whose tokens are dealt out;
+    - `make test-fast`: a case of each layout of up to 2 ranks but for ZeRO's names, and one whose tokens are dealt out;
     - `make test`: the quick set of `quern selftest` on up to 2 ranks, and a few of its cases on more. Left out are FP8
       but for FSDP2's gather, all but two that deal tokens out, schedules that test_pipeline.py has too, and for all but
-      one schedule skipped updates and ramps of the batch; of those that deal experts out it has two;
+      one schedule skipped updates and ramps of the batch; of those that deal experts out it has two, and of ZeRO's
+      names the one case that computes what no other layout does (test_zero.py has the others' bits);
     - `make test-long`: the rest of the quick set, and what is named;
     - `make test-exhaustive`: every pair of factors on every layout, and the whole product.
     """
@@ -104,13 +105,18 @@ def marked() -> dict[Case, Any]:
     }
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
     often = [case for case in often if (case.float8 is None or case.gather) and (case.on.cp == 1 or case in DEALT)]
+    often = [case for case in often if case.on.zero is None or (case.on.zero == 1 and case.more)]
     schedules = {False: ("1f1b", "zbv_zero_bubble"), True: ("1f1b",)}
     often = [
         case for case in often if case.on.pp == 1 or case.schedule in schedules[case.ramp or case.skip is not None]
     ]
     often += [ON_FOUR_RANKS, *EXPERTS_DEALT]
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
-    fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2 and case.on.cp == 1}
+    fast = {
+        case.layout: case
+        for case in reversed(matrix.quick())
+        if case.on.world <= 2 and case.on.cp == 1 and case.on.zero is None
+    }
     fast[DEALT[0].layout] = DEALT[0]
     return cases | {case: pytest.param(case) for case in fast.values()}
 
@@ -153,16 +159,18 @@ def outcomes_of(
         if isinstance(item, pytest.Function) and item.module is request.module and "case" in item.fixturenames
     ]
     known: dict[Case, list[Outcome]] = {}
+    begun: set[Case] = set()  # known goes without those that were asked for
 
     def find(case: Case) -> list[Outcome]:
         if case not in known:
             alike = [
                 other
                 for other in selected
-                if other not in known and (other.on.world, other.on.grouped) == (case.on.world, case.on.grouped)
+                if other not in begun and (other.on.world, other.on.grouped) == (case.on.world, case.on.grouped)
             ]
             folder = str(tmp_path_factory.mktemp("runs"))
             alike = [case, *(other for other in alike if other != case)][:AT_ONCE]
+            begun.update(alike)
             if case.on.grouped:
                 by_rank = run_ranks(parity.train_all, case.on.world, alike, data.path, folder, timeout_s=400)
             else:

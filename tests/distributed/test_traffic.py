@@ -39,9 +39,9 @@ TWO = MeshPlan(dp_shard=2)
 
 
 @pytest.mark.slow
-def test_experts_on_two_ranks(run_ranks: Any) -> None:
+def test_experts_on_two_ranks(kept_ranks: Any) -> None:
     tp = Case(MeshPlan(tp=2), kv_heads=2, moe=True)
-    compare(run_ranks, [tp, replace(tp, activation="selective", pieces=2), Case(TWO, moe=True)])
+    compare(kept_ranks, [tp, replace(tp, activation="selective", pieces=2), Case(TWO, moe=True)])
 
 
 @pytest.mark.long
@@ -55,9 +55,9 @@ def test_experts_recomputed_and_in_bf16(run_ranks: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks(run_ranks: Any) -> None:
+def test_two_ranks(kept_ranks: Any) -> None:
     tp = Case(MeshPlan(tp=2), kv_heads=2)
-    compare(run_ranks, [
+    compare(kept_ranks, [
         Case(MeshPlan(dp_replicate=2), dtype=torch.bfloat16), Case(TWO, activation="full", tied=True),
         Case(TWO, reshard=False), replace(tp, kv_heads=1), replace(tp, activation="selective", dtype=torch.bfloat16),
         replace(tp, activation="full", recomputed=2, pieces=2), replace(tp, activation="selective", pieces=4),
@@ -68,9 +68,9 @@ def test_two_ranks(run_ranks: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_share_a_sequence(run_ranks: Any) -> None:
+def test_two_ranks_share_a_sequence(kept_ranks: Any) -> None:
     cp = Case(MeshPlan(cp=2), micro_batches=2, kv_heads=2)
-    compare(run_ranks, [
+    compare(kept_ranks, [
         cp, replace(cp, activation="full", kv_heads=1, dtype=torch.bfloat16),
         replace(cp, method="allgather", activation="selective"),
         replace(cp, method="allgather", activation="full", recomputed=2, dtype=torch.bfloat16),

@@ -7,6 +7,7 @@ gathers them, and adds up the gradients of ranks and micro-batches by hand.
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -134,6 +135,16 @@ class Alive(TorchDispatchMode):
         found = {storage._cdata: storage.nbytes() for own in self._storages if (storage := own()) is not None}
         return sum(found.values())
 
+    def settled(self) -> int:
+        """The bytes, once none were given back for a while: threads of the process group hold what they sent until a
+        little after it has arrived."""
+        least, since = self.bytes, time.monotonic()
+        while time.monotonic() - since < 0.01:
+            time.sleep(0.001)
+            if (now := self.bytes) < least:
+                least, since = now, time.monotonic()
+        return least
+
 
 def own_bytes(tensors: list[Tensor | None]) -> int:
     """Of the parts that this rank has."""
@@ -193,7 +204,7 @@ def look(parallel: Parallel, own: Case, rank: int) -> Seen:
 
     def before(*_: Any) -> None:
         between.append(counted(parallel.model, optimizer))
-        alive.append(all_memory.bytes)
+        alive.append(all_memory.settled() if number else 0)  # a first step is not judged
 
     for number in range(2):  # moments are there after the first
         for measured in (forward, between, alive):
@@ -205,7 +216,7 @@ def look(parallel: Parallel, own: Case, rank: int) -> Seen:
             parallel.run.forward_backward(inputs, weigh)
             hook.remove()
             after = counted(parallel.model, optimizer)
-            alive.append(all_memory.bytes)
+            alive.append(all_memory.settled())
         parallel.gradients.finish()
         if not number:
             pieces = {name: part_of(p.grad) for name, p in parallel.model.named_parameters() if p.grad is not None}

@@ -109,15 +109,21 @@ def test_a_source_that_is_gone_leaves_its_sequences(tmp_path: Path) -> None:
     assert checked > 5
 
 
-class Trained:
-    """A real data run and a ledger over it, with the loaders of its ranks."""
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real data run."""
+    return runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=300, files=2)
 
-    def __init__(self, folder: Path, world: int, micro_batch: int, mask: bool, context: Context | None = None) -> None:
+
+class Trained:
+    """A ledger over a data run, with the loaders of its ranks."""
+
+    def __init__(
+        self, folder: Path, data: Path, world: int, micro_batch: int, mask: bool, context: Context | None = None
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        self.data = folder / "data"
-        runs.write_run(self.data, documents=300, files=2)
-        names = [path.name for path in (self.data / "tokens").iterdir() if path.is_dir() and path.name[-4:] != ".val"]
-        self.corpus = Corpus([str(self.data / "tokens" / name) for name in sorted(names)], 32)
+        names = [path.name for path in (data / "tokens").iterdir() if path.is_dir() and path.name[-4:] != ".val"]
+        self.corpus = Corpus([str(data / "tokens" / name) for name in sorted(names)], 32)
         weights = [2, 1, 1][: len(self.corpus.ids)]
         self.order = Order(weights, self.corpus.windows, 3, ids=self.corpus.ids, seq_len=32, global_batch=24)
         self.world, self.mask = world, mask
@@ -141,9 +147,9 @@ class Trained:
 
 @pytest.mark.parametrize(("world", "micro_batch", "mask"), [(1, 3, True), (3, 2, True), (4, 3, False), (2, 12, True)])
 def test_ranks_rows_and_targets_are_those_the_loader_dealt(
-    tmp_path: Path, world: int, micro_batch: int, mask: bool
+    tmp_path: Path, data: Path, world: int, micro_batch: int, mask: bool
 ) -> None:
-    made = Trained(tmp_path, world, micro_batch, mask)
+    made = Trained(tmp_path, data, world, micro_batch, mask)
     for step in range(12):
         read = read_step(made.run, step)
         assert read.data_step == step + 5
@@ -174,8 +180,10 @@ def test_ranks_rows_and_targets_are_those_the_loader_dealt(
 
 @pytest.mark.parametrize("mask", [True, False])
 @pytest.mark.parametrize("context", [Context("ring", 4, 1), Context("usp", 4, 2), Context("ulysses", 2, 2)])
-def test_positions_of_cp_are_those_that_each_rank_was_given(tmp_path: Path, context: Context, mask: bool) -> None:
-    made = Trained(tmp_path, 2, 3, mask, context)
+def test_positions_of_cp_are_those_that_each_rank_was_given(
+    tmp_path: Path, data: Path, context: Context, mask: bool
+) -> None:
+    made = Trained(tmp_path, data, 2, 3, mask, context)
     read = read_step(made.run, 1)
     seen = 0
     for loader in made.loaders:
@@ -190,7 +198,7 @@ def test_positions_of_cp_are_those_that_each_rank_was_given(tmp_path: Path, cont
                     assert given.documents.positions_BR[row].tolist() == told  # type: ignore[union-attr]
                     seen += len(told)
     assert seen == 24 * 32
-    assert read_step(Trained(tmp_path / "plain", 2, 3, mask).run, 1).computed(0) is None
+    assert read_step(Trained(tmp_path / "plain", data, 2, 3, mask).run, 1).computed(0) is None
 
 
 def test_a_ledger_of_another_rule_tells_no_positions(tmp_path: Path) -> None:
@@ -221,8 +229,8 @@ def check_sequence(made: Trained, read: Any, place: int, inputs: np.ndarray, tar
     return learned
 
 
-def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
-    made = Trained(tmp_path, 3, 2, True)
+def test_a_rank_that_is_not_there(tmp_path: Path, data: Path) -> None:
+    made = Trained(tmp_path, data, 3, 2, True)
     read = read_step(made.run, 0)
     with pytest.raises(InputError, match="rank: expected 0 to 2, got 3"):
         read.of_rank(3)
@@ -234,8 +242,8 @@ def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
             read_step(run, 0).of_rank(0)
 
 
-def test_losses_come_from_the_files_that_have_the_step(tmp_path: Path) -> None:
-    made = Trained(tmp_path, 1, 2, True)
+def test_losses_come_from_the_files_that_have_the_step(tmp_path: Path, data: Path) -> None:
+    made = Trained(tmp_path, data, 1, 2, True)
     read = read_step(made.run, 3)
     folder = tmp_path / "train" / "forensics"
     assert losses_of(made.run, read) == {}

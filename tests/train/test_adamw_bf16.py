@@ -14,7 +14,7 @@ from quern.config import digest
 from quern.errors import InputError
 from quern.model.config import ModelConfig
 from quern.parallel.clip import global_grad_norm
-from quern.parallel.data import gradients_in_bf16
+from quern.parallel.data import gradients_in
 from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
@@ -191,7 +191,7 @@ def test_gradients_are_added_up_in_bf16(compiles: bool) -> None:
     """Each micro-batch is rounded, and the sum again; weights stay in float32, and the norm is summed in it."""
     torch.manual_seed(0)
     model = nn.Linear(40, 50, bias=False)
-    gradients_in_bf16(model)
+    gradients_in(model, torch.bfloat16)
     if compiles:
         model.compile(backend="aot_eager")
     expected = np.zeros((50, 40))

@@ -55,23 +55,14 @@ def on(state: str, **changes: Any) -> dict[str, Any]:
     return CASE._merge(CASE._merge(BF16, changes), {"optimizer": {"state": state}})
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": {"tied_embeddings": False, "num_layers": 2}},
-        *(
-            pytest.param(changes, marks=LONG)
-            for changes in (
-                {}, {"precision": "fp32"}, {"precision": "fp16"}, {"precision": "fp64"}, {"weights_cast": "per_use"},
-                {"optimizer": {"moments": "bf16", "gradients": "bf16"}}, {"activation_checkpointing": "full"},
-                {"float8": {"recipe": "tensorwise"}}, {"float8": {"recipe": "tensorwise", "delayed": True}},
-                {"compile": {"enabled": True, "backend": "aot_eager"}},
-            )
-        ),
+        {"model": {"tied_embeddings": False, "num_layers": 2}}, {}, {"precision": "fp32"}, {"precision": "fp16"},
+        {"precision": "fp64"}, {"weights_cast": "per_use"}, {"optimizer": {"moments": "bf16", "gradients": "bf16"}},
+        {"activation_checkpointing": "full"}, {"float8": {"recipe": "tensorwise"}},
+        {"float8": {"recipe": "tensorwise", "delayed": True}}, {"compile": {"enabled": True, "backend": "aot_eager"}},
     ],
     ids=str,
 )  # fmt: skip

@@ -23,7 +23,7 @@ from quern.parallel.planning.segments import (
     tokens_of,
 )
 
-__all__ = ["Inputs", "Shared", "Sharing"]
+__all__ = ["Inputs", "Shared", "Sharing", "moved"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Sharing:
         elif shards > 1:
             told = _told(gathered_segments(places_ABa, starts, own), device)
         positions_BR = tokens_of(self.rank, places_ABa, self.context) % self.seq_len
-        return Shared(whole, _moved(positions_BR, device), told)
+        return Shared(whole, moved(positions_BR, device), told)
 
 
 def _told(segments: Segments, device: torch.device) -> list[Tensor]:
@@ -92,9 +92,10 @@ def _told(segments: Segments, device: torch.device) -> list[Tensor]:
     arrays = (queries_T, segments.cu_queries, segments.keys_U, segments.cu_keys)
     sizes = torch.tensor([*longest, segments.causal, *(len(array) for array in arrays)])
     # a compiled block has a graph of its own for each size of 0 or 1
-    return [*(_moved(np.append(array, np.zeros(2, array.dtype)), device) for array in arrays), sizes]
+    return [*(moved(np.append(array, np.zeros(2, array.dtype)), device) for array in arrays), sizes]
 
 
-def _moved(array: NDArray[np.integer], device: torch.device) -> Tensor:
+def moved(array: NDArray[np.integer], device: torch.device) -> Tensor:
+    """On the device, where it may still be on its way; nothing is waited for."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor

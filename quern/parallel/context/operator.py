@@ -39,20 +39,16 @@ def context_attention(
     q_TNH = q_BaNH.flatten(0, 1).contiguous()
     mine = _stacked(k_BaKH, v_BaKH)
     if not ring:
-        _, keys_U, by = _of(told, q_BaNH.device)
-        k_UKH, v_UKH = _taken(_gathered(mine, group), keys_U)
-        out_TNH, lse_NT = kernels.forward(q_TNH, k_UKH, v_UKH, by)
+        _, keys_U, by = _of(told)
+        out_TNH, lse_NT = kernels.forward(q_TNH, *_taken(_gathered(mine, group), keys_U), by)
         return out_TNH.view(q_BaNH.shape), lse_NT
     wide = torch.promote_types(q_BaNH.dtype, torch.float32)
     out_TNH = q_TNH.new_zeros(q_TNH.shape, dtype=wide)
     lse_TN1 = q_TNH.new_full((*q_TNH.shape[:2], 1), float("-inf"), dtype=wide)
     for there, part in _around(mine, group, told):
-        queries_T, keys_U, by = _of(part, q_BaNH.device)
+        at, keys_U, by = _of(part)
         if len(keys_U):
-            k_UKH, v_UKH = _taken(there[None], keys_U)
-            own_TNH = q_TNH if queries_T is None else q_TNH[queries_T]
-            part_TNH, part_NT = kernels.forward(own_TNH, k_UKH, v_UKH, by)
-            at = slice(None) if queries_T is None else queries_T
+            part_TNH, part_NT = kernels.forward(q_TNH[at], *_taken(there[None], keys_U), by)
             part_TN1 = part_NT.T[..., None].to(wide)
             both_TN1 = torch.logaddexp(lse_TN1[at], part_TN1)
             out_TNH[at] = out_TNH[at] * (lse_TN1[at] - both_TN1).exp() + part_TNH * (part_TN1 - both_TN1).exp()
@@ -69,7 +65,7 @@ def _backward(
     dout_TNH, q_TNH, out_TNH = (own.flatten(0, 1).contiguous() for own in (dout_BaNH, q_BaNH, out_BaNH))
     mine, wide = _stacked(k_BaKH, v_BaKH), torch.promote_types(q_BaNH.dtype, torch.float32)
     if not ring:
-        _, keys_U, by = _of(told, q_BaNH.device)
+        _, keys_U, by = _of(told)
         there = _gathered(mine, group)
         dq_TNH, *dkv = kernels.backward(dout_TNH, q_TNH, *_taken(there, keys_U), out_TNH, lse_NT, by)
         total = torch.zeros_like(there, dtype=wide)
@@ -81,14 +77,13 @@ def _backward(
         dq_TNH = q_TNH.new_zeros(q_TNH.shape, dtype=wide)
         dkv_2TKH = torch.zeros_like(mine, dtype=wide)
         for there, part in _around(mine, group, told):
-            queries_T, keys_U, by = _of(part, q_BaNH.device)
+            at, keys_U, by = _of(part)
             if len(keys_U):
-                at = slice(None) if queries_T is None else queries_T
                 own = (dout_TNH[at], q_TNH[at], *_taken(there[None], keys_U), out_TNH[at], lse_NT[:, at].contiguous())
                 part_TNH, *dkv = kernels.backward(*own, by)
                 dq_TNH[at] += part_TNH
                 _add(dkv_2TKH[None], keys_U, dkv)
-            dkv_2TKH = _passed_on(dkv_2TKH, group)  # after the last, what comes is of this rank's keys
+            dkv_2TKH = _arrived(_pass(dkv_2TKH, group))  # after the last, what comes is of this rank's keys
     dq_BaNH = dq_TNH.to(q_BaNH.dtype).view(q_BaNH.shape)
     return dq_BaNH, dkv_2TKH.to(k_BaKH.dtype).view(2, *k_BaKH.shape)
 
@@ -125,12 +120,13 @@ def group_of(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _of(told: Sequence[Tensor], device: torch.device) -> tuple[Tensor | None, Tensor, Stretches]:
+def _of(told: Sequence[Tensor]) -> tuple[Tensor | slice, Tensor, Stretches]:
+    """Where the queries are, rows of the keys, and the stretches."""
     *padded, sizes = told
     longest_q, longest_k, causal, *lengths = sizes.tolist()
     queries_T, cu_queries, keys_U, cu_keys = (own[:size] for own, size in zip(padded, lengths, strict=True))
     by = Stretches(cu_queries, cu_keys, (longest_q, longest_k), bool(causal))
-    return queries_T if len(queries_T) else None, keys_U, by
+    return queries_T if len(queries_T) else slice(None), keys_U, by
 
 
 def _stacked(k_BaKH: Tensor, v_BaKH: Tensor) -> Tensor:
@@ -146,24 +142,24 @@ def _gathered(mine: Tensor, group: str) -> Tensor:
     return found.unflatten(0, (size, 2))
 
 
-def _rows(keys_U: Tensor, tokens: int) -> Tensor:
-    """Of keys in [A, 2, T], by their row in [A, T]; the values' are ``tokens`` further."""
-    return keys_U + keys_U // tokens * tokens
+def _rows(there: Tensor, keys_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Of keys and of values in ``there`` [A, 2, T, K, H], laid end to end; ``keys_U``: of keys in [A, T]."""
+    tokens = there.shape[2]
+    rows_U = keys_U + keys_U // tokens * tokens
+    return rows_U, rows_U + tokens
 
 
 def _taken(there: Tensor, keys_U: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the stretches, [U, K, H] each, of ``there`` [A, 2, T, K, H]."""
-    tokens, rows_U = there.shape[2], _rows(keys_U, there.shape[2])
-    flat = there.flatten(0, 2)
-    return flat.index_select(0, rows_U), flat.index_select(0, rows_U + tokens)
+    flat, (rows_U, values_U) = there.flatten(0, 2), _rows(there, keys_U)
+    return flat.index_select(0, rows_U), flat.index_select(0, values_U)
 
 
 def _add(total: Tensor, keys_U: Tensor, gradients: Sequence[Tensor]) -> None:
     """To ``total`` [A, 2, T, K, H], in place, those of the stretches' keys and values."""
-    tokens, rows_U = total.shape[2], _rows(keys_U, total.shape[2])
     flat = total.view(-1, *total.shape[3:])
-    for way, own in enumerate(gradients):
-        flat.index_add_(0, rows_U + way * tokens, own.to(total.dtype))
+    for rows_U, own in zip(_rows(total, keys_U), gradients, strict=True):
+        flat.index_add_(0, rows_U, own.to(total.dtype))
 
 
 def _around(mine: Tensor, group: str, told: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
@@ -192,7 +188,3 @@ def _arrived(coming: tuple[Tensor, list[dist.Work]]) -> Tensor:
     for work in coming[1]:
         work.wait()
     return coming[0]
-
-
-def _passed_on(tensor: Tensor, group: str) -> Tensor:
-    return _arrived(_pass(tensor, group))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quern.model.attention import Documents
-from quern.parallel.context.inputs import Inputs, Sharing
+from quern.parallel.context.inputs import Inputs, Sharing, moved
 from quern.train.batches.loader import Loader, MicroBatch, StepBatch
 
 __all__ = ["Feed", "Origin", "StepInputs", "to_device"]
@@ -50,13 +50,13 @@ def to_device(
 ) -> Inputs:
     """Without document masks the model needs neither positions nor boundaries. ``sharing``: of the rows with the other
     ranks of ``cp``; what comes then is of this rank's tokens."""
-    tokens, targets = _move(batch.tokens_BL, device), _move(batch.targets_BL, device)
-    positions = _move(batch.positions_BL, device) if document_mask else None
+    tokens, targets = moved(batch.tokens_BL, device), moved(batch.targets_BL, device)
+    positions = moved(batch.positions_BL, device) if document_mask else None
     documents = None
     if document_mask:
         documents = Documents(
-            ids_BL=_move(batch.documents_BL, device),
-            cu_seqlens=_move(_padded(batch.cu_seqlens), device),
+            ids_BL=moved(batch.documents_BL, device),
+            cu_seqlens=moved(_padded(batch.cu_seqlens), device),
             max_seqlen=_bound(batch),
         )
     if sharing is None:
@@ -78,13 +78,6 @@ def _bound(batch: MicroBatch) -> int:
     document, the bound's value is part of a compiled graph, and the exact one differs in every batch."""
     longest = int(np.diff(batch.cu_seqlens).max())
     return min(1 << (longest - 1).bit_length(), batch.tokens_BL.shape[1])
-
-
-def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type != "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
 
 
 class Feed:
@@ -116,7 +109,7 @@ class Feed:
         assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
         inputs = tuple(map(self._to_device, batch.micro_batches))
         origins = tuple(Origin(b.indices, b.sources, b.epochs, b.windows) for b in batch.micro_batches)
-        sources = _move(np.concatenate([own.sources for own in origins]).astype(np.int64), self._device)
+        sources = moved(np.concatenate([own.sources for own in origins]).astype(np.int64), self._device)
         return StepInputs(data_step, batch.valid_tokens, inputs, origins, sources, wait)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,15 @@ def shared_attention(config: TrainConfig, corpus: Corpus, order: Order, dp_size:
             corpus, order, rank=0, world=dp_size, micro_batch=config.micro_batch, document_mask=config.document_mask,
             boundaries=open_boundaries(corpus.readers, folder, corpus.chosen),
         )  # fmt: skip
-        rows = list(_first(loader, config))
-    found, keys = zip(*(_shared(own, config.seq_len, context) for own in rows), strict=True)
+        rows = list(islice(_micro_batches(loader, config), MICRO_BATCHES))
+    found, keys = zip(*(imbalance(own, config.seq_len, context) for own in rows), strict=True)
     return {"micro_batches": len(rows), "mean": float(np.mean(found)), "most": max(found), "keys": max(keys)}
 
 
-def _shared(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> tuple[float, float]:
-    """:func:`imbalance`, and the keys that the shard with the most copies at a time."""
+def imbalance(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> tuple[float, float]:
+    """The pairs of queries and keys of the shard that has most, relative to the mean of all; and the keys that the
+    shard with the most copies at a time, relative to all tokens. ``cu_seqlens``: where documents start in the rows of a
+    micro-batch laid end to end, then their tokens."""
     starts = document_starts(cu_seqlens)
     places_ABa = deal(starts, seq_len, context)
     pairs_A, shards = pairs_of_shards(places_ABa, starts), range(context.shards)
@@ -58,19 +61,9 @@ def _shared(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> tu
     return float(pairs_A.max() / pairs_A.mean()), max(copied) / len(starts)
 
 
-def imbalance(cu_seqlens: NDArray[np.int64], seq_len: int, context: Context) -> float:
-    """The pairs of queries and keys of the shard that has most, relative to the mean of all. ``cu_seqlens``: where
-    documents start in the rows of a micro-batch laid end to end, then their tokens."""
-    return _shared(cu_seqlens, seq_len, context)[0]
-
-
-def _first(loader: Loader, config: TrainConfig) -> Iterator[NDArray[np.int64]]:
-    """``cu_seqlens`` of the first micro-batches, of all data-parallel ranks."""
-    left = MICRO_BATCHES
+def _micro_batches(loader: Loader, config: TrainConfig) -> Iterator[NDArray[np.int64]]:
+    """``cu_seqlens`` of one after the other, of all data-parallel ranks."""
     for step in range(config.steps):
         plan, places_WMB = loader.plan(step)
-        for places_B in places_WMB.reshape(-1, places_WMB.shape[2])[:left]:
+        for places_B in places_WMB.reshape(-1, places_WMB.shape[2]):
             yield cu_seqlens_of(plan, places_B, config.seq_len, config.document_mask)
-            left -= 1
-        if not left:
-            return

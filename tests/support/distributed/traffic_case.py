@@ -23,6 +23,7 @@ from quern.parallel.planning.context import Context, Method
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import AXES, Mesh, MeshPlan, build_mesh
 from quern.parallel.planning.traffic import Step, traffic
+from support.distributed.ranks import KeptRanks
 
 MICRO_BATCH = 2
 
@@ -228,7 +229,8 @@ def counted(cases: list[Case]) -> list[Sent]:
 
 
 def compare(run_ranks: Any, cases: list[Case]) -> None:
-    ranks = cases[0].plan.world_size
-    for rank, seen in enumerate(run_ranks(counted, ranks, cases, timeout_s=300)):
+    """In fresh ranks, or in kept ones, which have a time limit of their own."""
+    limit = {} if isinstance(run_ranks, KeptRanks) else {"timeout_s": 300}
+    for rank, seen in enumerate(run_ranks(counted, cases[0].plan.world_size, cases, **limit)):
         for case, sent in zip(cases, seen, strict=True):
             assert sent == told(case, rank), f"{case}: rank {rank}"
