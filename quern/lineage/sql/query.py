@@ -18,7 +18,7 @@ from quern import storage
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.errors import InputError, QuernError, first_line
 from quern.lineage.sql.views import VIEWS, Note, define
-from quern.storage.sql import quoted, settings
+from quern.storage.sql import lock, settings
 from quern.storage.sql_guard import check
 from quern.train.history.branch import LEDGER_FILE
 
@@ -105,7 +105,7 @@ def _run(
             os.symlink(run, alias)
             try:
                 define(connection, run, training, alias, wanted, note)
-                _lock(connection, alias)
+                lock(connection, [os.path.join(alias, name) for name in _DATA_FOLDERS])
                 return fetch(connection, sql)
             except duckdb.InterruptException:
                 raise KeyboardInterrupt from None
@@ -125,14 +125,6 @@ def _classify(run: str) -> tuple[str, bool]:
     if not os.path.isfile(os.path.join(folder, "run.json")):
         raise InputError(f"{run}: expected a data run or a training run: it has neither run.json nor {LEDGER_FILE}")
     return folder, False
-
-
-def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:
-    """From here on: the views' folders, no other file, no network, no setting."""
-    folders = ", ".join(quoted(os.path.join(alias, name, "")) for name in _DATA_FOLDERS)
-    connection.execute(f"SET allowed_directories = [{folders}]")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
 
 
 def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None) -> QueryResult:

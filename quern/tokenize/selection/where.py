@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.dedup.schemas import CLUSTERS
 from quern.errors import InputError, QuernError, first_line
-from quern.storage.sql import quoted, settings
+from quern.storage.sql import lock, quoted, settings
 from quern.storage.sql_guard import check_condition
 from quern.tokenize.selection.chosen import Chosen, Identity, find_chosen, write_chosen
 from quern.tokenize.shards import ShardReader
@@ -40,6 +40,7 @@ __all__ = ["choose", "open_chosen"]
 I64 = NDArray[np.int64]
 
 _ROWS = 1 << 16
+_FOLDERS = ("verdicts", "duplicates", "measures", "tokens")
 _MEASURE = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -91,6 +92,7 @@ def _spans(reader: ShardReader, where: str) -> Iterator[tuple[I64, I64]]:
             try:
                 table = _define(connection, reader, run, alias, where)
                 check_condition(connection, where, table)
+                lock(connection, [os.path.join(alias, name) for name in _FOLDERS])
                 bare = "SELECT count(*) FROM spans ANTI JOIN documents ON spans.id = _id"
                 ((number,),) = connection.execute(bare).fetchall()
                 if number:

@@ -121,6 +121,8 @@ def tokens_by_source(run: Run) -> list[tuple[str, int, int]]:
     parts = [
         f"{part} where {wheres[own]}" if own in wheres else part for part, own in zip(parts, order.ids, strict=True)
     ]
-    names = [name if parts.count(name) == 1 else ident for name, ident in zip(parts, order.ids, strict=True)]
+    names = [
+        name if parts.count(name) == 1 else f"{name} ({stream})" for name, stream in zip(parts, streams, strict=True)
+    ]
     read = [samples[source] * order.seq_len for source in range(len(names))]
     return list(zip(names, read, (size * order.seq_len for size in order.windows), strict=True))
