@@ -17,6 +17,10 @@ PROGRAMS = {
     "sizes of a model": "import quern.model.config",
     "the order and its recipe": "import quern.mixtures.recipe",
     "status of a data run": "import quern.cli.data, quern.data_pipeline.monitoring.run_status",
+    "a swarm and its laws": """
+        import quern.train.swarm.run, quern.mixtures.laws.propose, quern.mixtures.laws.tables, quern.cli.mix
+        assert "scipy" not in sys.modules
+    """,
     "ledger and consumers": "import quern.train.history.ledger, quern.train.history.consumers",
     "a training run as a page": "import quern.train.report, quern.cli.train.report",
     "checkpoints, listed": """

@@ -12,7 +12,7 @@ from fractions import Fraction
 from quern.errors import InputError
 from quern.mixtures.recipe import MixtureSource
 
-__all__ = ["DECAY", "even_weights", "fresh_tokens", "tempered", "weigh"]
+__all__ = ["DECAY", "even_weights", "fresh_tokens", "most_samples", "tempered", "weigh"]
 
 DECAY = 15.387756
 """Repetitions after which one more is worth 1/e of a fresh reading: R*_D of Muennighoff et al. (2023, 2305.16264,
@@ -75,8 +75,12 @@ def weigh(sources: Sequence[MixtureSource], samples: int, alpha: float) -> list[
         InputError: they do not give so many, or ``alpha`` is wrong.
     """
     sizes = [source.tokens if source.windows else 0 for source in sources]
-    limits = [max(math.floor(own.max_epochs * own.windows) - 2, 0) for own in sources]
-    return even_weights(tempered(sizes, alpha), limits, samples)
+    return even_weights(tempered(sizes, alpha), most_samples(sources), samples)
+
+
+def most_samples(sources: Sequence[MixtureSource]) -> list[int]:
+    """How many samples of each source a recipe may ask for: those of its ``max_epochs``, but two."""
+    return [max(math.floor(own.max_epochs * own.windows) - 2, 0) for own in sources]
 
 
 def fresh_tokens(tokens: int, epochs: float) -> float:

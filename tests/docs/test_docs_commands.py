@@ -19,6 +19,7 @@ from quern.data_run.config import DataRun
 from quern.train.bench.options import parse as parse_bench
 from quern.train.config import TrainConfig
 from quern.train.profiling import __main__ as profiling
+from quern.train.swarm.config import SwarmConfig
 from support.documents import PAGES, ROOT, Block, Command, blocks, commands, inline
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -141,5 +142,7 @@ def test_a_config_is_one(block: Block, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(tmp_path)
     part = yaml.safe_load(block.text)
     model, whole = (DataRun, "fineweb-en") if part.keys() & {"sources", "extra"} else (TrainConfig, "llama3-8b")
-    file = None if block.name else ROOT / "configs" / f"{whole}.yaml"
+    if "base" in part:
+        model, whole = SwarmConfig, ""
+    file = None if block.name or not whole else ROOT / "configs" / f"{whole}.yaml"
     load_config(file, model, complete=lambda raw: raw.update(part))

@@ -8,21 +8,24 @@ from pathlib import Path
 from quern.data_run.config import DataRun
 from quern.keys import Key, list_keys
 from quern.train.config import TrainConfig
+from quern.train.swarm.config import SwarmConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 _HEAD = """# Every key of a config
 
-`quern data keys [PREFIX]` and `quern train keys [PREFIX]` print the same. A key is given in the YAML file, or as
-`key=value` after it, dotted: `sources.0.paths=crawl/*.warc.gz`. `N` stands for the number of an entry, from 0. `null`
-is "not set"; a key without a unit is a plain number, a text or a choice. `make docs` writes this page from the code."""
+`quern data keys [PREFIX]`, `quern train keys [PREFIX]` and `quern mix keys [PREFIX]` print the same. A key is given in
+the YAML file, or as `key=value` after it, dotted: `sources.0.paths=crawl/*.warc.gz`. `N` stands for the number of an
+entry, from 0. `null` is "not set"; a key without a unit is a plain number, a text or a choice. `make docs` writes this
+page from the code."""
 
 
 def page() -> str:
     """The text of docs/config.md."""
     data, train = markdown(list_keys(DataRun)), markdown(list_keys(TrainConfig))
+    swarms = "## Swarms: `quern mix ablate SPEC`", markdown(list_keys(SwarmConfig))
     runs = ("## Data runs: `quern data run CONFIG`", data, "## Training runs: `quern train CONFIG`", train)
-    return "\n\n".join((_HEAD, *runs)) + "\n"
+    return "\n\n".join((_HEAD, *runs, *swarms)) + "\n"
 
 
 def markdown(keys: list[Key]) -> str:

@@ -1,4 +1,4 @@
-"""``quern data keys`` and ``quern train keys``: the reference of every key of a config."""
+"""``quern data keys``, ``quern train keys`` and ``quern mix keys``: the reference of every key of a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern mix``: weighs sources, and shows which tokens a training run is going to read."""
+"""``quern mix``: weighs sources, by size or by small runs, and shows which tokens a training run is going to read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quern.cli.config.keys import keys_command
+from quern.cli.mix import laws
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
 from quern.errors import InputError
@@ -19,6 +21,7 @@ from quern.mixtures.weighting import fresh_tokens, weigh
 from quern.train.batches.mixture import open_corpus, plan_mixture, sources_of
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
+from quern.train.swarm.config import SwarmConfig
 from quern.words import counted
 
 app = typer.Typer(help="Weigh sources, and show the mixture and order of training data.", no_args_is_help=True)
@@ -87,6 +90,11 @@ def weights(
             console.print(Text(f"{told} (Muennighoff et al. 2023: a repetition is worth less and less)"))
             console.print()
             console.print(dump_yaml({"data": section}), markup=False, highlight=False, soft_wrap=True, end="")
+
+
+app.command()(laws.ablate)
+app.command()(laws.fit)
+app.command("keys")(keys_command(SwarmConfig))
 
 
 def _with(config: TrainConfig, key: str, values: Sequence[float]) -> TrainConfig:

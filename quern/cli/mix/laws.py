@@ -1,0 +1,198 @@
+"""``quern mix ablate`` and ``quern mix fit``: mixing laws from a swarm of small runs, and the mixture they propose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quern import storage
+from quern.cli.output import JSON, ended_by_signals, err_console, json_stdout, out_console, plain, reports_errors
+from quern.config import dump_yaml, load_config, read_yaml
+from quern.errors import InputError
+from quern.train.swarm.config import SwarmConfig
+
+if TYPE_CHECKING:
+    from quern.mixtures.laws.fit import Fit
+    from quern.mixtures.laws.propose import Proposal, Wish
+    from quern.mixtures.laws.tables import Runs
+
+__all__ = ["ablate", "fit"]
+
+
+@ended_by_signals()
+@reports_errors
+def ablate(
+    spec: Annotated[str, typer.Argument(help="A YAML file of a swarm: quern mix keys.", metavar="SPEC")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: runs=64")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the mixtures; train nothing.")] = False,
+    json: bool = JSON,
+) -> None:
+    """Train SPEC's small runs on mixtures that are drawn, fit a law to their held-out losses, and propose a mixture.
+
+    The same command goes on with a swarm that was interrupted. In run_dir it leaves runs.csv, fit.json and
+    proposal.yaml, the data: section of the large run.
+    """
+    from quern.mixtures.laws.propose import Wish
+    from quern.mixtures.laws.tables import read_runs
+    from quern.train.swarm.plan import plan_swarm
+    from quern.train.swarm.run import run_swarm
+
+    config = load_config(spec, SwarmConfig, overrides or ())
+    with json_stdout(json) as emit:
+        swarm = plan_swarm(config)
+        names = [source.name for source in swarm.sources]
+        if dry_run:
+            emit([{"run": own.name, "shares": dict(zip(names, own.shares, strict=True))} for own in swarm.members])
+            table = _table("run", *names)
+            for own in swarm.members:
+                table.add_row(own.name, *(f"{share:.2%}" for share in own.shares))
+            if not json:
+                out_console().print(table)
+            return
+        path = run_swarm(swarm, lambda line: err_console().print(plain(line), markup=False))
+        runs = read_runs([path], "run")
+        wish = Wish(_weights(config.weights or {}, runs), swarm.caps, swarm.prior, config.kl)
+        told, proposal, fits = _propose(config.form, runs, wish, path)
+        section = swarm.section(proposal.shares)
+        storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
+        storage.publish_bytes(storage.join(config.run_dir, "proposal.yaml"), dump_yaml(section).encode())
+        emit(told | section)
+        if not json:
+            _print(out_console(), runs, proposal, fits, wish, section)
+
+
+@reports_errors
+def fit(
+    tables: Annotated[list[str], typer.Argument(help="CSV or Parquet: a swarm's runs.csv, or shares and then losses.")],
+    form: Annotated[str, typer.Option(help="log-linear, c + exp(p · t), or linear, p · t.")] = "log-linear",
+    key: Annotated[str, typer.Option(help="With two tables: the column of both that names a run.")] = "run",
+    tokens: Annotated[
+        str | None, typer.Option(help="YAML of the tokens of each source, FILE or FILE:KEY; names its columns too.")
+    ] = None,
+    families: Annotated[
+        str | None, typer.Option(help="YAML of the columns of losses of each family, FILE or FILE:KEY.")
+    ] = None,
+    weight: Annotated[list[str] | None, typer.Option(help="How much a family's loss counts: math=7.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="With --tokens: tokens of the run to come (6e12).")
+    ] = None,
+    max_epochs: Annotated[
+        float, typer.Option(min=0.01, help="With --budget: how often a source is read at most.")
+    ] = 4.0,
+    kl: Annotated[float, typer.Option(min=0, help="Nats of loss that a nat of divergence from --tokens costs.")] = 0.0,
+    path: Annotated[str, typer.Option(help="Where a source's tokens are, in the data: section.")] = "RUN/tokens/{}",
+    json: bool = JSON,
+) -> None:
+    """Fit a law to the runs of TABLES, others' too, and print the mixture that it proposes as a data: section."""
+    import numpy as np
+
+    from quern.mixtures.laws.propose import Wish
+    from quern.mixtures.laws.tables import read_runs
+
+    if len(tables) > 2:
+        raise InputError(f"tables: expected one, or one of shares and one of losses, got {len(tables)}")
+    if budget is not None and tokens is None:
+        raise InputError("--budget: expected together with --tokens")
+    if "{}" not in path:
+        raise InputError(f"--path: expected {{}} in the place of a source's name, got {path!r}")
+    sizes = _mapping(tokens) if tokens is not None else {}
+    if wrong := [name for name, size in sizes.items() if not (isinstance(size, int | float) and 0 < size < 1e300)]:
+        raise InputError(f"--tokens: {wrong[0]}: expected a number above 0, got {sizes[wrong[0]]!r}")
+    tasks = _mapping(families) if families is not None else None
+    for name, columns in (tasks or {}).items():
+        if not isinstance(columns, list) or not columns:
+            raise InputError(f"--families: {name}: expected a list of columns, got {columns!r}")
+    runs = read_runs(tables, key, list(sizes), tasks)
+    counts = np.array(list(sizes.values()), float)
+    prior = counts / counts.sum() if sizes else None
+    caps = np.ones(len(runs.sources)) if budget is None else np.minimum(max_epochs * counts / budget, 1.0)
+    try:
+        weights = {name: float(value) for name, _, value in (text.rpartition("=") for text in weight or ())}
+    except ValueError as error:
+        raise InputError(f"--weight: expected FAMILY=NUMBER ({error})") from None
+    wish = Wish(_weights(weights, runs), caps, prior, kl)
+    with json_stdout(json) as emit:
+        told, proposal, fits = _propose(form, runs, wish, tables[-1])
+        rows = [
+            {"path": path.replace("{}", name), "weight": round(float(share), 6), "max_epochs": max_epochs}
+            for name, share in zip(runs.sources, proposal.shares, strict=True)
+        ]
+        emit(told | {"data": rows})
+        if not json:
+            _print(out_console(), runs, proposal, fits, wish, {"data": rows})
+
+
+def _mapping(given: str) -> dict[str, Any]:
+    """What stands in a YAML file, or below a dotted key of it."""
+    file, _, key = given.rpartition(":") if ":" in given else (given, "", "")
+    found: Any = read_yaml(file)
+    for part in key.split(".") if key else ():
+        found = found.get(part) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise InputError(f"{given}: expected a mapping there, got {type(found).__name__}")
+    return found
+
+
+def _weights(given: Mapping[str, float], runs: Runs) -> dict[str, float]:
+    """A weight for each family, which add up to 1."""
+    if wrong := [name for name in given if name not in runs.losses]:
+        raise InputError(f"weights: {wrong[0]!r}: expected one of {', '.join(runs.losses)}")
+    weights = {name: given.get(name, 0.0) if given else 1.0 for name in runs.losses}
+    if min(weights.values()) < 0 or not 0 < (total := sum(weights.values())) < float("inf"):
+        raise InputError("weights: expected numbers ≥ 0, of which one is above 0")
+    return {name: own / total for name, own in weights.items()}
+
+
+def _propose(form: str, runs: Runs, wish: Wish, what: str) -> tuple[dict[str, Any], Proposal, dict[str, Fit]]:
+    from quern.mixtures.laws.fit import fit
+    from quern.mixtures.laws.propose import propose, to_dict
+
+    fits = {name: fit(form, runs.mixtures, own, runs.sources, f"{what}: {name}") for name, own in runs.losses.items()}
+    proposal = propose(fits, runs.mixtures, runs.sources, wish)
+    return to_dict(proposal, fits), proposal, fits
+
+
+def _print(
+    console: Console, runs: Runs, proposal: Proposal, fits: Mapping[str, Fit], wish: Wish, section: Mapping[str, Any]
+) -> None:
+    laws = _table("loss", "weight", "left-out error", "explained", "rank", "predicted, 95 %")
+    for name, own in fits.items():
+        figures = (
+            f"{wish.weights[name]:.3g}",
+            f"{own.error:.4f}",
+            f"{own.explained:.1%}",
+            f"{own.rank_correlation:.3f}",
+        )
+        laws.add_row(Text(plain(name)), *figures, _interval(proposal.families[name]))
+    laws.add_row("all", "1", "", "", "", _interval(proposal.loss), style="bold")
+    if proposal.gain is not None:
+        laws.add_row("below token shares", "", "", "", "", _interval(proposal.gain))
+    console.print(laws)
+    console.print()
+    shares = _table("source", "tried", "at most", "proposed", *(["tokens"] if wish.prior is not None else []))
+    for place, name in enumerate(runs.sources):
+        tried = runs.mixtures[:, place]
+        cells = [f"{tried.min():.2%} to {tried.max():.2%}", f"{wish.caps[place]:.2%}", f"{proposal.shares[place]:.2%}"]
+        shares.add_row(Text(plain(name)), *cells, *([f"{wish.prior[place]:.2%}"] if wish.prior is not None else []))
+    console.print(shares)
+    console.print()
+    for line in proposal.warnings:
+        console.print(Text(f"warning: {plain(line)}", style="yellow"))
+    console.print(dump_yaml(section), markup=False, highlight=False, soft_wrap=True, end="")
+
+
+def _interval(value: tuple[float, float]) -> str:
+    return f"{value[0]:.4f} ± {value[1]:.4f}"
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(Text(plain(name)), justify="right")
+    return table

@@ -1,0 +1,145 @@
+"""Fits a form to runs by least squares, and says how far it can be trusted: standard errors, leave-one-out errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quern.errors import InputError
+from quern.mixtures.laws.forms import FORMS, Floats, by_parameters, losses
+from quern.words import counted
+
+__all__ = ["Fit", "check_runs", "fit"]
+
+_STARTS = (0.0, 0.5, 0.8, 0.95)
+"""What a fit begins with for c, in least losses; for each of them t follows from a linear regression of ln(L - c)."""
+_MOST_SLOPE = 50.0
+"""Bound of |t|: exp(50) is no loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A form with the parameters that fit n runs best."""
+
+    form: str
+    parameters: Floats
+    """[parameters]."""
+    covariance: Floats
+    """[parameters, parameters]: σ² (JᵀJ)⁻¹, zero for a c at its bound of 0."""
+    sigma: float
+    """Standard deviation of a run's loss around the law: the root of (squared residuals / degrees of freedom)."""
+    freedom: int
+    """Runs without the number of parameters that are at no bound."""
+    without: Floats
+    """[n, parameters] Parameters fitted to all runs but one; NaN where the others do not tell the sources apart."""
+    left_out: Floats
+    """[n] Measured loss less that of the law that was fitted without the run; NaN where there is none."""
+    measured: Floats
+    """[n] The losses."""
+
+    @property
+    def left(self) -> NDArray[np.bool_]:
+        """[n] The runs that can be left out."""
+        return ~np.isnan(self.left_out)
+
+    @property
+    def error(self) -> float:
+        """Root of the mean squared leave-one-out error, of the runs that can be left out."""
+        return float(np.sqrt(np.mean(self.left_out[self.left] ** 2)))
+
+    @property
+    def explained(self) -> float:
+        """1 - squared leave-one-out errors / squared deviations from the mean; NaN where all losses are equal."""
+        measured = self.measured[self.left]
+        spread = float(np.sum((measured - measured.mean()) ** 2))
+        return 1 - float(np.sum(self.left_out[self.left] ** 2)) / spread if spread else float("nan")
+
+    @cached_property
+    def rank_correlation(self) -> float:
+        """Spearman's, between measured losses and those of the laws fitted without the run."""
+        from scipy.stats import spearmanr
+
+        measured = self.measured[self.left]
+        predicted = measured - self.left_out[self.left]
+        if np.ptp(predicted) == 0 or np.ptp(measured) == 0:
+            return float("nan")
+        return float(spearmanr(measured, predicted).statistic)
+
+
+def check_runs(form: str, mixtures: Floats, names: Sequence[str], what: str) -> None:
+    """Raise an InputError if mixtures [n, sources] are too few for a form, or do not tell the sources apart."""
+    if form not in FORMS:
+        raise InputError(f"form: expected {' or '.join(FORMS)}, got {form!r}")
+    count, sources = mixtures.shape
+    parameters = sources + (form == "log-linear")
+    if count < parameters + 2:
+        told = f"{counted(parameters, 'parameter')} for {counted(sources, 'source')}"
+        raise InputError(f"{what}: {form} has {told}; expected at least {parameters + 2} runs, got {count}")
+    if np.linalg.matrix_rank(mixtures) < sources:
+        never = [name for name, column in zip(names, mixtures.T, strict=True) if not column.any()]
+        why = f"no run reads {', '.join(never)}" if never else "shares of some sources always go together"
+        raise InputError(f"{what}: the mixtures do not tell {sources} sources apart: {why}; expected other mixtures")
+
+
+def fit(form: str, mixtures: Floats, measured: Floats, names: Sequence[str], what: str = "runs") -> Fit:
+    """Fit ``form`` to mixtures [n, sources], rows of which add up to 1, and losses [n]; ``names``: of the sources.
+
+    The log-linear form is fitted from several deterministic starts, with 0 ≤ c and an analytic Jacobian; each law
+    without one run begins where that of all runs ends. Standard errors hold for independent noise of one size and a
+    law that is true; leave-one-out errors assume neither.
+
+    Raises:
+        InputError: there are too few runs, they do not tell the sources apart, or a loss is not above 0; ``what``
+            names them.
+    """
+    check_runs(form, mixtures, names, what)
+    if not np.isfinite(measured).all() or measured.min() <= 0:
+        raise InputError(f"{what}: expected losses above 0, got {measured[~(measured > 0)][0]:g}")
+    best = _parameters(form, mixtures, measured, None)
+    count = len(measured)
+    without = np.full((count, len(best)), np.nan)
+    leverage = (np.linalg.qr(mixtures)[0] ** 2).sum(axis=1)
+    for out in np.flatnonzero(leverage < 1 - 1e-9):  # at 1 the others do not tell the sources apart
+        keep = np.arange(count) != out
+        without[out] = _parameters(form, mixtures[keep], measured[keep], best)
+    residuals = measured - losses(form, best, mixtures)
+    free = np.ones(len(best), bool)
+    free[0] = form == "linear" or best[0] > 1e-9 * measured.min()
+    freedom = count - int(free.sum())
+    sigma = float(np.sqrt(residuals @ residuals / freedom))
+    jacobian = by_parameters(form, best, mixtures)[:, free]
+    covariance = np.zeros((len(best),) * 2)
+    covariance[np.ix_(free, free)] = sigma**2 * np.linalg.pinv(jacobian.T @ jacobian, hermitian=True)
+    left_out = measured - losses(form, without, mixtures)
+    return Fit(form, best, covariance, sigma, freedom, without, left_out, measured)
+
+
+def _parameters(form: str, mixtures: Floats, measured: Floats, start: Floats | None) -> Floats:
+    """The best, from ``start`` alone if it is given."""
+    from scipy.optimize import least_squares
+
+    if form == "linear":
+        return np.asarray(np.linalg.lstsq(mixtures, measured, rcond=None)[0])
+    starts = [_start(mixtures, measured, share * measured.min()) for share in _STARTS] if start is None else [start]
+    low = np.array([0.0] + [-_MOST_SLOPE] * mixtures.shape[1])
+    high = np.array([measured.max()] + [_MOST_SLOPE] * mixtures.shape[1])
+    found = [
+        least_squares(
+            lambda theta: losses(form, theta, mixtures) - measured, np.clip(begin, low, high),
+            lambda theta: by_parameters(form, theta, mixtures), bounds=(low, high),
+            xtol=1e-12, ftol=1e-14, gtol=1e-12, max_nfev=500,
+        )
+        for begin in starts
+    ]  # fmt: skip
+    return np.asarray(min(found, key=lambda one: one.cost).x)
+
+
+def _start(mixtures: Floats, measured: Floats, constant: float) -> Floats:
+    """(c, t) with t from ln(L - c) ~ p · t, weighted as errors of L are: d ln(L - c) = dL / (L - c)."""
+    above = measured - constant
+    slopes = np.linalg.lstsq(mixtures * above[:, None], np.log(above) * above, rcond=None)[0]
+    return np.concatenate([[constant], slopes])

@@ -1,0 +1,138 @@
+"""Trains the runs of a swarm, a process each, and gathers their held-out losses. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from quern import storage
+from quern.config import digest
+from quern.errors import InputError, QuernError
+from quern.mixtures.laws.tables import LOSS, SHARE
+from quern.safe_path import module
+from quern.train.history.metrics_file import read_metrics
+from quern.train.processes import launch
+from quern.train.swarm.plan import Member, Swarm, write_configs
+
+__all__ = ["losses", "run_swarm"]
+
+_Child = tuple[Member, int, launch.Worker]
+"""A run, its place among those at once, and its process."""
+_LAST = 5
+"""Lines that are told of a run that failed."""
+
+
+def run_swarm(swarm: Swarm, say: Callable[[str], None]) -> str:
+    """Train every run that has not been measured, write ``runs.csv``, and return its path. A run that was interrupted
+    goes on from its checkpoint, so that the table is the same, byte by byte, however often the swarm was killed.
+
+    Raises:
+        QuernError: runs failed, of which the last lines are told; the others are kept.
+        InputError: a launcher has started this process, or the swarm was begun with other settings.
+    """
+    if "RANK" in os.environ:
+        raise InputError("quern mix ablate: expected without a launcher: it starts a process for every run")
+    failed = _train(swarm, dict(zip(swarm.members, write_configs(swarm), strict=True)), say)
+    if failed:
+        told = "\n".join(failed[member.name] for member in swarm.members if member.name in failed)
+        raise QuernError(
+            f"{len(failed)} of {len(swarm.members)} runs failed; the others are kept, and the same command tries these "
+            f"again\n{told}"
+        )
+    found = {member: losses(member) or {} for member in swarm.members}
+    names = list(found[swarm.members[0]])
+    if odd := [member.name for member, own in found.items() if list(own) != names or not names]:
+        raise QuernError(
+            f"run {odd[0]}: its held-out losses are not those of run {swarm.members[0].name}, or not finite"
+        )
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    sources = [SHARE + source.name for source in swarm.sources]
+    writer.writerow(["run", "seed", "config", *sources, *(LOSS + name for name in names)])
+    for member, own in found.items():
+        config = digest(member.config.model_dump(mode="json", exclude={"run_dir"}))
+        writer.writerow([member.name, member.config.seed, config, *member.shares, *own.values()])
+    path = storage.join(swarm.config.run_dir, "runs.csv")
+    storage.publish_bytes(path, file.getvalue().encode())
+    return path
+
+
+def losses(member: Member) -> Mapping[str, float] | None:
+    """The held-out losses of a run after its last step, by source and set, in nats a token; None before."""
+    told = [own for own in read_metrics(member.config.run_dir).validations if own.step == member.config.steps]
+    return dict(sorted(told[-1].sources.items())) if told else None
+
+
+def _train(swarm: Swarm, configs: Mapping[Member, str], say: Callable[[str], None]) -> dict[str, str]:
+    """Start what is not measured, ``at_once`` at a time; what was wrong, by the name of a run."""
+    waiting = [member for member in swarm.members if losses(member) is None]
+    done, failed, children = len(swarm.members) - len(waiting), dict[str, str](), list[_Child]()
+    free = list(range(swarm.config.at_once))
+    pipe, ours = os.pipe()  # children end with this process, however it ends
+    try:
+        while waiting or children:
+            while waiting and free:
+                member, slot = waiting.pop(0), free.pop(0)
+                children.append((member, slot, _start(swarm, configs[member], member, slot, pipe)))
+            for child in [child for child in children if child[2].poll() is not None]:
+                children.remove(child)
+                member, slot, worker = child
+                free.append(slot)
+                if worker.returncode == 0 and losses(member) is not None:
+                    done += 1
+                    say(f"run {member.name}: {done} of {len(swarm.members)} measured")
+                else:
+                    failed[member.name] = _why(swarm, member, worker.returncode)
+                    say(failed[member.name].splitlines()[0])
+            time.sleep(0.05)
+    finally:
+        _end([worker for _, _, worker in children])
+        os.close(pipe)
+        os.close(ours)
+    return failed
+
+
+def _start(swarm: Swarm, config: str, member: Member, slot: int, pipe: int) -> launch.Worker:
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // swarm.config.at_once))
+    environment = {**os.environ, launch.PIPE: str(pipe), "OMP_NUM_THREADS": threads}
+    if gpus := swarm.config.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    os.makedirs(os.path.dirname(_log(swarm, member)), exist_ok=True)
+    with open(_log(swarm, member), "ab") as log:
+        return subprocess.Popen(
+            module("quern.train", config), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True, pass_fds=[pipe],
+        )  # fmt: skip
+
+
+def _log(swarm: Swarm, member: Member) -> str:
+    return storage.join(swarm.config.run_dir, "logs", f"{member.name}.log")
+
+
+def _why(swarm: Swarm, member: Member, code: int) -> str:
+    with open(_log(swarm, member), errors="replace") as file:
+        lines = [line.rstrip() for line in file if line.strip()][-_LAST:]
+    if code == 0:
+        how = f"has no held-out loss after step {member.config.steps:,}"
+    else:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return "\n  ".join([f"run {member.name} {how} ({_log(swarm, member)})", *lines])
+
+
+def _end(workers: list[launch.Worker]) -> None:
+    """Have what still runs save a checkpoint, and kill what does not end."""
+    for worker in workers:
+        worker.terminate()
+    until = time.monotonic() + 3 * launch.GRACE_S
+    for worker in workers:
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(max(0.0, until - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)  # with what it has started
+        worker.wait()
