@@ -14,6 +14,7 @@ from rich.table import Table
 from quern import storage
 from quern.cli.demo.check import KindResult, compare, read_outcomes
 from quern.cli.demo.lineage import walk_lineage
+from quern.cli.demo.mixture import mix_demo
 from quern.cli.demo.purge import purge_demo
 from quern.cli.demo.train import train_demo
 from quern.cli.output import JSON, json_stdout, out_console, reports_errors
@@ -31,6 +32,7 @@ _NEXT = """Look at
   quern lineage show {0}/run --shard sample/shard_00000 --token 5000
   quern lineage exposure {0}/train --domain sample.example
   quern lineage step {0}/train 100
+  quern mix fit {0}/swarm/runs.csv --form linear
   quern lineage verify {0}/run --deep
   quern data report {0}/run --json
   quern checkpoint list {0}/train
@@ -47,7 +49,8 @@ def demo(
 ) -> None:
     """Write a sample site of 320 pages, process it into tokens, compare every verdict with what a person expects,
     and train a small model on them that is killed, resumes, and is compared with n-gram models; then trace a page from
-    its URL to the steps that read it, and back; and purge a domain, verify the purge, and resume without it.
+    its URL to the steps that read it, and back; train a swarm of tiny runs on two kinds of page, whose losses propose
+    weights for them; and purge a domain, verify the purge, and resume without it.
     """
     began = time.monotonic()
     with json_stdout(json) as emit:
@@ -65,9 +68,12 @@ def demo(
         marked = [page for page in site.pages if page.kind == "control_token"]
         kept = [page.url for page in marked if str(outcomes[page.record_id]) == "kept"]
         walked = walk_lineage(run_dir, trained["run"], kept, console)
+        mixed = mix_demo(folder, run_dir, seed, console)
         purged = purge_demo(run_dir, trained["run"], console)
         kinds = [vars(result) for result in results]
-        emit({"kinds": kinds, "stats": stats, "training": trained, "lineage": walked, "purge": purged})
+        emit(
+            {"kinds": kinds, "stats": stats, "training": trained, "lineage": walked, "mixture": mixed, "purge": purged}
+        )
         console.print(f"Done in {time.monotonic() - began:.0f} s. {_NEXT.format(folder)}", markup=False)
     wrong = [complaint for result in results for complaint in result.wrong]
     if wrong:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from quern.mixtures.laws.fit import Fit
     from quern.mixtures.laws.propose import Proposal, Wish
     from quern.mixtures.laws.tables import Runs
+    from quern.train.swarm.plan import Swarm
 
-__all__ = ["ablate", "fit"]
+__all__ = ["ablate", "fit", "propose_mixture"]
 
 
 @ended_by_signals()
@@ -37,8 +38,6 @@ def ablate(
     The same command goes on with a swarm that was interrupted. In run_dir it leaves runs.csv, fit.json and
     proposal.yaml, the data: section of the large run.
     """
-    from quern.mixtures.laws.propose import Wish
-    from quern.mixtures.laws.tables import read_runs
     from quern.train.swarm.plan import plan_swarm
     from quern.train.swarm.run import run_swarm
 
@@ -54,16 +53,24 @@ def ablate(
             if not json:
                 out_console().print(table)
             return
-        path = run_swarm(swarm, lambda line: err_console().print(plain(line), markup=False))
-        runs = read_runs([path], "run")
-        wish = Wish(_weights(config.weights or {}, runs), swarm.caps, swarm.prior, config.kl)
-        told, proposal, fits = _propose(config.form, runs, wish, path)
-        section = swarm.section(proposal.shares)
-        storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
-        storage.publish_bytes(storage.join(config.run_dir, "proposal.yaml"), dump_yaml(section).encode())
-        emit(told | section)
-        if not json:
-            _print(out_console(), runs, proposal, fits, wish, section)
+        run_swarm(swarm, lambda line: err_console().print(plain(line), markup=False))
+        emit(propose_mixture(swarm, Console(quiet=True) if json else out_console()))
+
+
+def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
+    """Fit the laws of a swarm that is trained; write, print and return what they propose."""
+    from quern.mixtures.laws.propose import Wish
+    from quern.mixtures.laws.tables import read_runs
+
+    config, path = swarm.config, storage.join(swarm.config.run_dir, "runs.csv")
+    runs = read_runs([path], "run")
+    wish = Wish(_weights(config.weights or {}, runs), swarm.caps, swarm.prior, config.kl)
+    told, proposal, fits = _propose(config.form, runs, wish, path)
+    section = swarm.section(proposal.shares)
+    storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
+    storage.publish_bytes(storage.join(config.run_dir, "proposal.yaml"), dump_yaml(section).encode())
+    _print(console, runs, proposal, fits, wish, section)
+    return told | section
 
 
 @reports_errors
