@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "is_plain_name", "shorten", "size"]
+__all__ = ["counted", "is_plain_name", "short", "shorten", "size"]
 
 #: Characters by which a text is cut sooner so that it ends with a whole word.
 _BACK = 40
@@ -20,6 +20,19 @@ def size(num_bytes: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:,.0f} {units[0]}" if units[0] == "B" else f"{value:,.1f} {units[0]}"
+
+
+def short(number: int) -> str:
+    """Exact below 10,000, else three digits: 12.3M."""
+    if number < 10_000:
+        return f"{number:,}"
+    value = float(number)
+    for unit in ("k", "M", "B", "T"):
+        value /= 1000
+        if value < 999.5 or unit == "T":
+            break
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f}{unit}"
 
 
 def shorten(text: str, limit: int) -> str:

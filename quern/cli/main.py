@@ -55,7 +55,7 @@ _HELP = {
     "data": "Crawl → documents → duplicates → tokens.",
     "tokens": "Inspect, export and import token shards.",
     "lineage": "Trace a URL to every training step that read it, and a step to its documents.",
-    "mix": "Weigh sources, and show the mixture and order of training data.",
+    "mix": "Weigh sources, select documents, and show the mixture and order of training data.",
     "train": "Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
     "bench": "Measure the trainer over random tokens: tokens a second, MFU, step time, memory; one row per "
     "combination.",
@@ -66,8 +66,8 @@ _HELP = {
     "slow.",
     "demo": "Write a sample site of 320 pages, process it into tokens, compare every verdict with what a person "
     "expects, and train a small model on them that is killed, resumes, and is compared with n-gram models; then trace "
-    "a page from its URL to the steps that read it, and back; and purge a domain, verify the purge, and resume without "
-    "it.",
+    "a page from its URL to the steps that read it, and back; train a swarm of tiny runs on two kinds of page, whose "
+    "losses propose weights for them; and purge a domain, verify the purge, and resume without it.",
 }
 
 

@@ -20,6 +20,7 @@ from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
 from quern.lineage.limits import config_of, limits, rules_of
 from quern.lineage.store import IndexedRun, Stream
+from quern.mixtures.importance.table import rows_of
 from quern.storage.parquet import Table, open_table
 from quern.tokenize.encoding import load_encoding
 from quern.train.history.consumers import read_consumers
@@ -212,6 +213,7 @@ def trace(lineage: IndexedRun, number: int, text_chars: int | None = TEXT_CHARS)
         "failed_rules": list(row["failed_rules"] or ()),
         "verdict_file": {"file": row["file"], "row": row["row"]},
         **_measures(lineage.run, row),
+        "selections": rows_of(lineage.run, row["file"], row["doc_id"]),
         "duplicates": _duplicates(lineage, number, decision, stored),
         "span": span,
         "text": _text(lineage, row, span, stored, text_chars),

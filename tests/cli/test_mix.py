@@ -1,4 +1,5 @@
-"""``quern mix show``: the plan of a config over real shards, as a table and as JSON; wrong configs in one line."""
+"""``quern mix``: the plan of a config over real shards, as a table and as JSON; weights of sources, and selections of
+documents; what is wrong in one line."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from quern.cli.lineage import app as lineage
 from quern.cli.mix import _short, app
 from quern.mixtures.order import Order, Phase
+from support.lineage.selections import rows_of, write_topics
 from support.train import corpora
 from support.train.corpora import make_shards
 
@@ -186,3 +189,56 @@ def test_weights_of_phases_are_not_made(config: Path) -> None:
     done = weights(config, "phases=[{first_step: 5, weights: [1, 2]}]")
     assert done.exit_code == 2
     assert "phases: expected none with weights of their own" in done.output
+
+
+def select(folder: Path, *arguments: str) -> Result:
+    given = ["--name", "mill", "--target", f"{folder}/target.jsonl", "--min-words", "1", "--workers", "1"]
+    return CliRunner().invoke(app, ["select", f"{folder}/run", *given, *arguments])
+
+
+@pytest.mark.slow
+def test_a_selection_is_told_and_shown_by_lineage(tmp_path: Path, json_of: Callable[..., Any]) -> None:
+    write_topics(tmp_path)
+    done = select(tmp_path, "--keep-documents", "9")
+    assert done.exit_code == 0, done.output
+    rows = rows_of(tmp_path / "run", "mill")
+    assert re.match(rf".*/run/measures/mill: 9 of {len(rows)} documents, \d+ of [\d,]+ tokens\n", done.stdout)
+    assert re.search(r"\nfewer than 1 words: 0 documents; features of the target: 920, of the run: \d+\n", done.stdout)
+    assert re.search(r"\neffective sample size of the weights: [\d.]+ documents\n$", done.stdout)
+    assert "weights: 2 of 2 tasks left" in done.stderr
+    again = json_of(select, tmp_path, "--keep-documents", "9")
+    assert (again["chosen"], again["documents"], again["seed"]) == (9, len(rows), 0)
+    assert json_of(select, tmp_path, "--keep-tokens", "90", "--name", "few", "--seed", "2")["seed"] == 2
+
+    run = str(tmp_path / "run")
+    first = next(row for row in rows if row["rank"] == 0)
+    last = next(row for row in rows if not row["chosen"])
+    (tmp_path / "run" / "measures" / "half").mkdir()  # has no manifest
+    (tmp_path / "run" / "measures" / "half" / "part-00000.parquet").write_text("torn")
+    for row, told in ((first, ", rank 0"), (last, "")):
+        shown = CliRunner().invoke(lineage, ["show", run, "--doc", row["doc_id"].hex()])
+        line = f"mill: {'chosen' if row['chosen'] else 'not chosen'}, log weight {row['log_weight']:.6g}{told}"
+        assert re.search(rf"^selection +{re.escape(line)}$", shown.stdout, re.MULTILINE), shown.output
+        assert len(re.findall("^selection ", shown.stdout, re.MULTILINE)) == 2
+    found = json_of(sql, run, "SELECT * FROM measures WHERE name = 'mill'")
+    assert [column["name"] for column in found["columns"]] == ["name", "doc_id", "log_weight", "rank", "chosen"]
+    expected = [{"name": "mill", **row, "doc_id": row["doc_id"].hex()} for row in rows]
+    assert {row["doc_id"]: row for row in found["rows"]} == {row["doc_id"]: row for row in expected}
+    counts = json_of(sql, run, "SELECT name, count(*) n FROM measures GROUP BY 1")["rows"]
+    assert {row["name"]: row["n"] for row in counts} == {"mill": len(rows), "few": len(rows)}
+
+
+def sql(run: str, query: str, *arguments: str) -> Result:
+    return CliRunner().invoke(lineage, ["sql", run, query, "--limit", "0", *arguments])
+
+
+def test_a_run_without_selections_has_an_empty_view(tmp_path: Path, json_of: Callable[..., Any]) -> None:
+    write_topics(tmp_path)
+    assert json_of(sql, str(tmp_path / "run"), "SELECT count(*) n FROM measures")["rows"] == [{"n": 0}]
+
+
+def test_a_selection_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    write_topics(tmp_path)
+    done = select(tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "error: expected --target, and one of --keep-documents and --keep-tokens\n"

@@ -36,7 +36,7 @@ ERRORS = [
     ("-- nothing", "expected one query, got 0 statements"),
     ("SELECT $1", "Values were not provided"),
     ("SELECT cast('x' AS INTEGER)", "Conversion Error"),
-    ("FROM nosuch", "there is no view 'nosuch'; expected documents, duplicates, spans, steps, verdicts"),
+    ("FROM nosuch", "there is no view 'nosuch'; expected documents, duplicates, measures, spans, steps, verdicts"),
     ("FROM source.verdict_rows", "there is no view 'verdict_rows'"),
     ("FROM verdict_rows", "there is no view 'verdict_rows'"),
     ("PIVOT verdicts ON source USING count(*)", "PIVOT that lists no values"),

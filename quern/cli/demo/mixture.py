@@ -19,9 +19,9 @@ __all__ = ["mix_demo"]
 MAX_EPOCHS = 2
 KINDS = ("language = 'en'", "language <> 'en'")
 TINY = (
-    "model.num_layers=1", "model.dim=64", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=128", "optimizer.lr=0.004", "steps=100",
-    "schedule.warmup=10", "checkpoint.interval=100", "checkpoint.keep_every=null", "validation.interval=100",
-    "validation.windows=16", "metrics.tensorboard=false",
+    "model.num_layers=1", "model.dim=64", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=128",
+    "optimizer.lr=0.004", "steps=100", "schedule.warmup=10", "checkpoint.interval=100", "checkpoint.keep_every=null",
+    "validation.interval=100", "validation.windows=16", "metrics.tensorboard=false",
 )  # fmt: skip
 
 

@@ -128,6 +128,12 @@ def _facts(life: Row, position: int | None) -> Iterator[tuple[str, Any]]:
     yield "outcome", life["outcome"]
     yield "failed", ", ".join(life["failed_rules"]) or None
     yield "span", _span(life["span"], position)
+    for own in life["selections"]:
+        rank = "" if own["rank"] is None else f", rank {own['rank']:,}"
+        yield (
+            "selection",
+            f"{own['name']}: {'chosen' if own['chosen'] else 'not chosen'}, log weight {own['log_weight']:.6g}{rank}",
+        )
     for number, path in enumerate(life["training_runs"]):
         yield ("read by" if number == 0 else ""), path
 

@@ -45,8 +45,8 @@ def sql(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
     json: bool = JSON,
 ) -> None:
-    """One SQL query (DuckDB's) over the views documents, verdicts, duplicates, spans and steps: DESCRIBE documents
-    names the columns of one. It reads the run's tables and nothing else, and writes nothing."""
+    """One SQL query (DuckDB's) over the views documents, verdicts, duplicates, spans, measures and steps: DESCRIBE
+    documents names the columns of one. It reads the run's tables and nothing else, and writes nothing."""
     memory_bytes = default_memory() if memory_gb is None else int(memory_gb * 10**9)
     how: dict[str, Any] = {"limit": limit or None, "memory_bytes": memory_bytes, "threads": threads, "note": note}
     with json_stdout(json) as emit:

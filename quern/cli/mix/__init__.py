@@ -1,4 +1,4 @@
-"""``quern mix``: weighs sources, by size or by small runs, and shows which tokens a training run is going to read."""
+"""``quern mix``: weighs sources, by size or by small runs, and documents; shows which tokens a training run reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.config.keys import keys_command
-from quern.cli.mix import laws
+from quern.cli.mix import documents, laws
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
 from quern.errors import InputError
@@ -22,9 +22,11 @@ from quern.train.batches.mixture import open_corpus, plan_mixture, sources_of
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
 from quern.train.swarm.config import SwarmConfig
-from quern.words import counted
+from quern.words import counted, short
 
-app = typer.Typer(help="Weigh sources, and show the mixture and order of training data.", no_args_is_help=True)
+app = typer.Typer(
+    help="Weigh sources, select documents, and show the mixture and order of training data.", no_args_is_help=True
+)
 
 
 @app.callback()
@@ -86,12 +88,13 @@ def weights(
         if not json:
             console = out_console()
             _print(plan, console)
-            told = f"worth {_short(round(sum(worth)))} tokens that are read once"
+            told = f"worth {short(round(sum(worth)))} tokens that are read once"
             console.print(Text(f"{told} (Muennighoff et al. 2023: a repetition is worth less and less)"))
             console.print()
             console.print(dump_yaml({"data": section}), markup=False, highlight=False, soft_wrap=True, end="")
 
 
+app.command()(documents.select)
 app.command()(laws.ablate)
 app.command()(laws.fit)
 app.command("keys")(keys_command(SwarmConfig))
@@ -126,13 +129,13 @@ def _sources(plan: OrderPlan, shown: Callable[[str], str]) -> Table:
     table = _table("source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail")
     for row in plan.sources:
         cells = [
-            shown(plain(row.name)), _short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
-            _short(row.samples), _short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
-            f"{row.windows_left / row.windows:.1%}" if row.windows else "–", _short(row.tail_tokens),
+            shown(plain(row.name)), short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
+            short(row.samples), short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
+            f"{row.windows_left / row.windows:.1%}" if row.windows else "–", short(row.tail_tokens),
         ]  # fmt: skip
         table.add_row(*map(Text, cells), style="" if row.samples else "dim")
     tokens = sum(row.tokens for row in plan.sources)
-    totals = ["total", _short(tokens), *("" for _ in weight), "", _short(plan.samples), _short(plan.planned_tokens)]
+    totals = ["total", short(tokens), *("" for _ in weight), "", short(plan.samples), short(plan.planned_tokens)]
     table.add_row(*map(Text, totals), style="bold")
     return table
 
@@ -146,7 +149,7 @@ def _print_phases(plan: OrderPlan, console: Console) -> None:
         reached = row.stop_step > row.first_step
         cells = [
             str(number), f"{row.first_step:,}", f"{row.stop_step:,}" if reached else "not reached",
-            f"{row.global_batch:,}", _short(sum(row.samples)), shares,
+            f"{row.global_batch:,}", short(sum(row.samples)), shares,
         ]  # fmt: skip
         table.add_row(*map(Text, cells), style="" if reached else "dim")
     console.print(table)
@@ -159,16 +162,3 @@ def _table(first: str, *numbers: str) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def _short(number: int) -> str:
-    """Exact below 10,000, else three digits: 12.3M."""
-    if number < 10_000:
-        return f"{number:,}"
-    value = float(number)
-    for unit in ("k", "M", "B", "T"):
-        value /= 1000
-        if value < 999.5 or unit == "T":
-            break
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{digits}f}{unit}"

@@ -122,7 +122,7 @@ class Lineage:
         return match_answer(found)
 
     def sql(self, statement: str, *, memory_bytes: int | None = None, threads: int | None = None) -> pa.Table:
-        """All rows of one query over the views documents, verdicts, duplicates, spans and steps.
+        """All rows of one query over the views documents, verdicts, duplicates, spans, measures and steps.
 
         ``memory_bytes`` and ``threads`` are DuckDB's (None: 4 GiB, at most half of the machine's; every core)."""
         return query_table(self.path, statement, memory_bytes=memory_bytes, threads=threads, note=log.warning)

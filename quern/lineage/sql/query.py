@@ -29,7 +29,7 @@ __all__ = ["UNFINISHED", "VIEWS", "QueryResult", "query", "query_table"]
 
 UNFINISHED = "the run is not complete; what it has written so far is read"
 
-_DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
+_DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens", "measures")
 #: Of a result, as Python holds it; its rows are taken from DuckDB so many at once, for only then is it known how large
 #: they are: more at once take no less time.
 _RESULT_BYTES = 256 << 20

@@ -1,4 +1,4 @@
-"""Defines the views of a run in DuckDB: its verdicts, documents, duplicates, tokens and training steps.
+"""Defines the views of a run in DuckDB: its verdicts, documents, duplicates, tokens, selections and training steps.
 
 Of a data run:
 
@@ -12,6 +12,8 @@ Of a data run:
 - ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, purged_since (the corpus version
   that purged it: who read an earlier one saw it), doc_id of the current version;
 - ``duplicates``: every document of a cluster, with kind, duplicate_of, similarity and band if it was removed;
+- ``measures``: name, doc_id, log_weight, rank, chosen: a row for each document and complete selection (``quern mix
+  select``) that weighed it;
 - ``steps``: train_run, attempt (from 0), step, data_step, first_sample, global_batch, applied, surviving: a row for
   each step of the registered training runs that is complete for certain.
 
@@ -33,6 +35,7 @@ from quern.errors import InputError
 from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.index.decided import Redecided
 from quern.lineage.sql.steps import steps_table
+from quern.mixtures.importance.table import folder, published
 from quern.storage.sql import quoted
 from quern.tokenize.corpus_version import fields
 from quern.train.history.consumers import read_consumers
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VIEWS", "Note", "define"]
 
-VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
+VIEWS = ("documents", "duplicates", "measures", "spans", "steps", "verdicts")
 
 _SPANS_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*(?:\.val)?)/[A-Za-z0-9_.-]+\.parquet")
 
@@ -63,6 +66,7 @@ _DECISION = {
     "band": "SMALLINT",
 }  # fmt: skip
 _CLUSTER = {"doc_id": "BLOB", "cluster_id": "BLOB"}
+_MEASURE = {"doc_id": "BLOB", "log_weight": "DOUBLE", "rank": "BIGINT", "chosen": "BOOLEAN"}
 
 Note = Callable[[str], None]
 
@@ -79,6 +83,8 @@ def define(
         _define_pages(connection, run, alias)
     if "spans" in wanted:
         _define_spans(connection, run, alias)
+    if "measures" in wanted:
+        _define_measures(connection, run, alias)
     if "steps" in wanted:
         runs = [run] if training else dict.fromkeys(started.train_run for started in read_consumers(run))
         _fill(connection, "steps", steps_table(runs, note))
@@ -186,6 +192,18 @@ def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
         FROM ({rows}) s JOIN source.shard_files f ON s.filename = f.path
             LEFT JOIN source.purges p ON s.purged AND s.doc_id = p.doc_id
         """
+    )
+
+
+def _define_measures(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
+    scans = {
+        name: _scan(f"[{quoted(os.path.join(folder(alias, name), 'part-*.parquet'))}]", _MEASURE)
+        for name in published(run)
+    }
+    rows = [f"SELECT {quoted(name)} AS name, * FROM ({scan})" for name, scan in scans.items()]
+    rows = rows or [f"SELECT ''::VARCHAR AS name, * FROM ({_scan('', _MEASURE)})"]
+    connection.execute(
+        f"CREATE VIEW measures AS SELECT * REPLACE (lower(hex(doc_id)) AS doc_id) FROM ({' UNION ALL '.join(rows)})"
     )
 
 

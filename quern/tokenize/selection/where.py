@@ -161,5 +161,5 @@ def _measures(run: str, where: str) -> list[str]:
     """The tables of measures that a condition names."""
     pattern = os.path.join(glob.escape(os.path.join(run, "measures")), "*", "manifest.json")
     there = sorted(os.path.basename(os.path.dirname(path)) for path in glob.glob(pattern))
-    wanted = set(_MEASURE.findall(where)) - {"documents", "spans", "shards"}
+    wanted = set(_MEASURE.findall(where.lower())) - {"documents", "spans", "shards"}
     return [name for name in there if name in wanted]

@@ -29,6 +29,7 @@ _PLACED = re.compile(
             r"commits/(?:pages|duplicates|tokens|shards)/[^/]+/[^/.][^/]*\.json",
             r"tokens/(?:VERSION\.json|encoding\.tiktoken|(?:changes|decisions)\.v[1-9][0-9]*\.parquet)",
             rf"tokens/[^/]+/(?:manifest{_LATER}\.json|shard_[0-9]{{5,9}}{_LATER}\.(?:bin|spans\.parquet))",
+            r"measures/[a-z0-9][a-z0-9_-]*/(?:manifest\.json|part-[0-9]{5,9}\.parquet|\.work/.*)",
             r"audit/(?P<entry>[0-9]{5,9})\.(?:json|sig|parquet|files\.parquet)",
             r"\.purge/held\.json|(?P<purge>\.purge/[a-z_]+\.(?:json|parquet))",
             r"\.work/.*",  # a finding of its own
@@ -40,7 +41,8 @@ _PLACED = re.compile(
     re.DOTALL,
 )
 #: Folders of a run in which no training run stands.
-_OWN = {"verdicts", "documents", "signatures", "duplicates", "commits", "tokens", "audit", ".purge", ".work", "lineage"}
+_OWN = {"verdicts", "documents", "signatures", "duplicates", "commits", "tokens", "measures", "audit", "lineage"}
+_OWN |= {".purge", ".work"}
 
 
 def strangers(run: str, version: Mapping[str, Any] | None) -> Iterator[tuple[str, Kind]]:

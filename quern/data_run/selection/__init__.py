@@ -1,0 +1,1 @@
+"""Selects documents of a data run by importance weights against a target: ``quern mix select``."""

@@ -1,0 +1,79 @@
+"""The table of a selection: ``RUN/measures/<name>/part-00000.parquet`` and so on, and ``manifest.json``, which is
+written last. A part has the documents of one table of texts, in its order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow as pa
+
+from quern import storage
+from quern.errors import InputError
+from quern.storage.parquet import read_table
+
+__all__ = ["FORMAT", "MANIFEST", "SCHEMA", "check_name", "folder", "part", "published", "rows_of"]
+
+#: Raised whenever the code would write another table from the same texts and parameters.
+FORMAT = 1
+MANIFEST = "manifest.json"
+SCHEMA = pa.schema(
+    [
+        pa.field("doc_id", pa.binary(16), nullable=False),
+        pa.field("log_weight", pa.float64(), nullable=False),
+        pa.field("rank", pa.int64()),
+        pa.field("chosen", pa.bool_(), nullable=False),
+    ]
+)
+_NAME = re.compile(r"(?!(?:documents|shards|spans)$)[a-z][a-z0-9_]{0,99}")  # as a condition on documents names it
+
+
+def check_name(name: str) -> str:
+    """The name of a selection.
+
+    Raises:
+        InputError: no folder of a selection can have it.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"--name: expected lower-case letters, digits and _, a letter first, 100 at most, and none of documents, "
+            f"shards and spans, got {name!r:.120}"
+        )
+    return name
+
+
+def folder(run: str, name: str) -> str:
+    """Where the table of a selection is."""
+    return storage.join(run, "measures", name)
+
+
+def part(run: str, name: str, number: int) -> str:
+    """One file of the table."""
+    return storage.join(folder(run, name), f"part-{number:05d}.parquet")
+
+
+def published(run: str) -> list[str]:
+    """The names of a run's selections that are complete."""
+    paths = [path.split("/")[-2:] for path in storage.list_files(storage.join(run, "measures"))]
+    return sorted(name for name, file in paths if file == MANIFEST and _NAME.fullmatch(name))
+
+
+def rows_of(run: str, table: str, doc_id: bytes) -> list[dict[str, Any]]:
+    """``name``, ``log_weight``, ``rank`` and ``chosen`` of a document by each selection that has it; ``table``:
+    ``<source>/<partition>.parquet``, where its text is.
+
+    Raises:
+        InputError: a manifest or a part is damaged.
+    """
+    found = []
+    for name in published(run):
+        path = storage.join(folder(run, name), MANIFEST)
+        record = storage.read_json(path)
+        parts = record.get("parts") if isinstance(record, dict) else None
+        if not isinstance(parts, list):
+            raise InputError(f"{path}: parts: expected a list, got {parts!r:.60}")
+        for number in (number for number, own in enumerate(parts) if isinstance(own, dict) and own["table"] == table):
+            rows = read_table(part(run, name, number), SCHEMA.names)
+            at = rows["doc_id"].index(pa.scalar(doc_id, pa.binary(16))).as_py()
+            found += [{"name": name, **row} for row in rows.slice(at, int(at >= 0)).drop(["doc_id"]).to_pylist()]
+    return found
