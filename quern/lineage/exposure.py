@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quern.errors import InputError
 from quern.lineage.index.changes import purged_at
 from quern.lineage.selection import Selection, select
 from quern.lineage.training import Attempt, SeenCheckpoint, Stretch, TrainingRun
@@ -173,7 +174,11 @@ def walk(run: TrainingRun, selection: Sequence[Selection], tally: Tally) -> Iter
                 tally.foreign += 0 if stream.held_out else len(rows)
                 continue
             for identity in identities:
-                own, inside = _moved(run, chosen, rows, identity)
+                try:
+                    own, inside = _moved(run, chosen, rows, identity)
+                except InputError:  # the run's unknown sources have it
+                    read[:] = True
+                    continue
                 read |= inside
                 for block in _blocks(run, own, rows[inside], _readings(run, identity), tally):
                     found = Exposures(lineages=np.full(len(block["steps"]), index), **block)  # type: ignore[arg-type]

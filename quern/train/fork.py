@@ -184,7 +184,7 @@ def _check(config: TrainConfig, run_dir: str, checkpoint: Checkpoint, manifest: 
             )
     corpus = open_corpus(config, keep=False, known=run_dir)
     plan_mixture(config, corpus)
-    open_held_out(config)
+    open_held_out(config, known=run_dir)
     continuation(config, corpus, entries, "resume" if wanted is None else "rollback", checkpoint)
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 
 from quern.lineage.exposure import clean, exposures
 from quern.lineage.steps import read_step
+from quern.lineage.store import IndexedRun
 from quern.lineage.training import TrainingRun
+from quern.tokenize.selection.chosen import Identity
 from support.data_pipeline.in_process import run_config
 from support.lineage import recorder as R
 from support.lineage.exact_case import (
@@ -244,3 +247,22 @@ def test_the_commands_say_the_same(case: Case) -> None:
         ] == parts(case, number, place)
         for d in row["documents"]:
             assert d["url"] == case.corpus.rows[bytes.fromhex(d["doc_id"])]["url"]
+
+
+def test_a_choice_that_cannot_be_read_leaves_its_source_unknown(case: Case, tmp_path: Path) -> None:
+    kept = case.moments[-1].path / "chosen"
+    if not kept.is_dir():
+        pytest.skip("this run reads whole sources")
+    shutil.copytree(case.moments[-1].path, tmp_path / "train")
+    lineage, whole = IndexedRun(str(case.run_dir)), TrainingRun(str(case.moments[-1].path))
+    numbers = np.arange(lineage.num_documents)
+    before = exposures(whole, [(lineage, numbers)])
+    lost = whole.order.ids[0]
+    (tmp_path / "train" / "chosen" / Identity(lost).file).write_bytes(b"damaged")
+    run = TrainingRun(str(tmp_path / "train"))
+    assert list(run.unknown()) == [lost]
+    after = exposures(run, [(lineage, numbers)])
+    ids = [whole.order_of(attempt).ids for attempt in whole.attempts]
+    read = [ids[a][s] != lost for a, s in zip(before.attempts.tolist(), before.sources.tolist(), strict=True)]
+    assert 0 < sum(read) == len(after) < len(before)
+    assert Counter(Rows.of(after, lineage, run)) == Counter(Rows.of(before.take(np.array(read)), lineage, whole))

@@ -13,7 +13,7 @@ import pytest
 
 from quern.errors import InputError
 from quern.train.batches.corpus import Corpus
-from quern.train.batches.mixture import plan_mixture
+from quern.train.batches.mixture import plan_mixture, source_names
 from quern.train.config import TrainConfig
 from support.train import run_case as case
 
@@ -260,6 +260,35 @@ def test_a_phase_by_tokens_begins_at_the_first_step_before_which_so_many_are_rea
     config = TrainConfig.model_validate(plain)
     assert [phase.start for phase in config.phases] == wanted
     assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_config_with_a_phase_by_tokens_can_be_given_another_batch(tmp_path: Path) -> None:
+    plain = {"run_dir": str(tmp_path), "data": [{"path": "a"}], "model": {"preset": "debug"}, "seq_len": 10,
+             "global_batch": 4, "steps": 500, "phases": [{"first_tokens": 200}, {"first_step": 9}]}  # fmt: skip
+    dumped = TrainConfig.model_validate(plain).model_dump(mode="json")
+    assert [sorted(own) for own in dumped["phases"]] == [
+        ["first_tokens", "global_batch", "weights"], ["first_step", "global_batch", "weights"],
+    ]  # fmt: skip
+    config = TrainConfig.model_validate(dumped | {"global_batch": 5})
+    assert [phase.start for phase in config.phases] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([("r/a", None), ("r/b", "x")], ["a", "b"]),
+        ([("r/a", None), ("s/a", None)], ["r/a", "s/a"]),
+        ([("r/a", "x"), ("r/a/", "y"), ("r/b", None)], ["a where x", "a where y", "b"]),
+        ([("r/a", "x"), ("r/a", "y"), ("s/a", "x"), ("s/a", "y")],
+         ["r/a where x", "r/a where y", "s/a where x", "s/a where y"]),
+    ],
+)  # fmt: skip
+def test_every_entry_has_a_name_of_its_own(
+    given: list[tuple[str, str | None]], names: list[str], tmp_path: Path
+) -> None:
+    plain = {"run_dir": str(tmp_path), "data": [{"path": path, "where": where} for path, where in given],
+             "model": {"preset": "debug"}, "steps": 5}  # fmt: skip
+    assert source_names(TrainConfig.model_validate(plain)) == names
 
 
 def test_a_phase_is_given_by_steps_or_by_tokens(tmp_path: Path) -> None:

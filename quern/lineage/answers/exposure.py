@@ -17,6 +17,7 @@ from quern.lineage.purge.impact.training_impact import init_from, not_proven
 from quern.lineage.selection import Selection, select, select_parts
 from quern.lineage.store import IndexedRun
 from quern.lineage.training import SeenCheckpoint, TrainingRun
+from quern.tokenize.selection.chosen import Identity
 
 __all__ = ["exposure_answer", "positions"]
 
@@ -95,7 +96,7 @@ def _matches(
         raise InputError(f"{path}: is of data run {saved.run_id}, and no source that {run.path} reads is of it")
     for lineage in lineages:
         if saved.run_id == lineage.run_id:
-            parts = select_parts(lineage, *saved.in_run(lineage, unknown))
+            parts = select_parts(lineage, *saved.in_run(lineage, {Identity(own).stream for own in unknown}))
             yield replace(parts, documents=lineage.find_docs(b"".join(saved.doc_ids)))
             continue
         for stream in lineage.streams:

@@ -16,7 +16,7 @@ import glob
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from quern.data_pipeline.dedup.schemas import CLUSTERS
 from quern.errors import InputError, QuernError, first_line
 from quern.storage.sql import lock, quoted, settings
 from quern.storage.sql_guard import check_condition
-from quern.tokenize.selection.chosen import Chosen, Identity, find_chosen, write_chosen
+from quern.tokenize.selection.chosen import Chosen, Identity, family_of, find_chosen, write_chosen
 from quern.tokenize.shards import ShardReader
 
 if TYPE_CHECKING:
@@ -44,18 +44,27 @@ _FOLDERS = ("verdicts", "duplicates", "measures", "tokens")
 _MEASURE = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def choose(reader: ShardReader, stream: str, where: str, folder: str, known: Sequence[str] = ()) -> Chosen:
+def choose(
+    reader: ShardReader, stream: str, where: str, folder: str, known: Sequence[str] = (), ids: Iterable[str] = ()
+) -> Chosen:
     """The documents of ``reader``'s source that fulfil ``where``, as they were chosen first in ``folder`` or one of the
     folders ``known``; else as the run's tables say now, written to ``folder``.
 
-    ``stream``: the identity of the source. Any number of processes may call it at once: they write the same bytes.
+    ``stream``: the identity of the source. ``ids``: identities that a run has read from; where one of them is of this
+    condition and version, it is that choice or none. Any number of processes may call it at once: they write the same
+    bytes.
 
     Raises:
-        InputError: the condition is wrong, or a table of the run is missing or damaged.
+        InputError: the condition is wrong, or a table of the run is missing or damaged; or what the run has read is
+            lost, and the condition chooses other documents now.
         QuernError: memory or disk did not suffice.
     """
-    found = find_chosen([folder, *known], stream, where)
-    if found is not None:
+    begins = f"{family_of(stream, where)}/{stream.rpartition('/')[2]}-"
+    read = next((ident for ident in ids if ident.startswith(begins)), None)
+    found = find_chosen([folder, *known], stream, where) if read is None else None
+    if read is not None:
+        found = open_chosen([folder, *known], read, reader, where)
+    if found is not None and (read is None or os.path.exists(found.path)):
         return found
     return write_chosen(folder, stream, where, _spans(reader, where))
 
@@ -76,7 +85,9 @@ def open_chosen(folders: Sequence[str], identity: str, reader: ShardReader, wher
     with tempfile.TemporaryDirectory(prefix="quern-chosen-") as folder:
         chosen = choose(reader, Identity(identity).stream, where, folder)
     if chosen.identity != identity:
-        raise InputError(f"{lost}, and {where!r:.200} chooses other documents now ({chosen.identity})")
+        raise InputError(
+            f"{lost}, and {where!r:.200} chooses other documents now ({chosen.identity}): put the file back from a copy"
+        )
     return chosen
 
 
@@ -109,7 +120,8 @@ def _spans(reader: ShardReader, where: str) -> Iterator[tuple[I64, I64]]:
             except duckdb.Error as error:
                 told = first_line(error).replace(alias, run)
                 if isinstance(error, duckdb.BinderException) and re.search(r'table "\w+" not found', told):
-                    told += '; a name with a dot in it is quoted: "gopher.num_words" > 100'
+                    there = ", ".join(_tables(run)) or "none"
+                    told += f'; a name with a dot is quoted ("gopher.num_words" > 100); tables of measures: {there}'
                 raise InputError(f"{reader.path}: where: {where!r:.200}: {told}") from None
 
 
@@ -159,7 +171,11 @@ def _define(connection: duckdb.DuckDBPyConnection, reader: ShardReader, run: str
 
 def _measures(run: str, where: str) -> list[str]:
     """The tables of measures that a condition names."""
-    pattern = os.path.join(glob.escape(os.path.join(run, "measures")), "*", "manifest.json")
-    there = sorted(os.path.basename(os.path.dirname(path)) for path in glob.glob(pattern))
     wanted = set(_MEASURE.findall(where.lower())) - {"documents", "spans", "shards"}
-    return [name for name in there if name in wanted]
+    return [name for name in _tables(run) if name in wanted]
+
+
+def _tables(run: str) -> list[str]:
+    """The tables of measures that are whole."""
+    pattern = os.path.join(glob.escape(os.path.join(run, "measures")), "*", "manifest.json")
+    return sorted(os.path.basename(os.path.dirname(path)) for path in glob.glob(pattern))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from quern.tokenize.selection.where import choose
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["AssumedCorpus", "Corpus", "NoWindowError", "Verified", "exclusive", "share_files"]
+__all__ = ["AssumedCorpus", "Corpus", "NoWindowError", "Verified", "check_apart", "exclusive", "share_files"]
 
 #: What VERSION.json says of the encoding, and the same field of a source's manifest.
 _ENCODING_FIELDS = {
@@ -89,7 +89,8 @@ class Corpus:
 
     ``paths``: folders ``RUN/tokens/<source>``, on a local file system. ``wheres``: for each a condition that chooses
     documents (:mod:`quern.tokenize.selection.where`), which are laid end to end, or None for all of them; what they
-    choose is looked for in ``folders``, and written to the first.
+    choose is looked for in ``folders``, and written to the first; a choice that is among the identities ``read`` stays
+    what it was.
 
     Attributes: ``readers``, one a path; ``chosen``, of each the documents that its condition chose, or None;
     ``tokens``, how many each has; ``windows``, how many of them; ``ids``, the identity of each
@@ -108,6 +109,7 @@ class Corpus:
         seq_len: int,
         wheres: Sequence[str | None] | None = None,
         folders: Sequence[str] = (),
+        read: Iterable[str] = (),
     ) -> None:
         if not paths:
             raise InputError("data: expected at least one source, got none")
@@ -128,7 +130,7 @@ class Corpus:
         self.wheres = tuple([None] * len(paths) if wheres is None else wheres)
         streams = tuple(map(_identity, self.readers, self._listed))
         self.chosen = tuple(
-            None if where is None else _choose(reader, stream, where, folders)
+            None if where is None else _choose(reader, stream, where, folders, read)
             for reader, stream, where in zip(self.readers, streams, self.wheres, strict=True)
         )
         self.ids = tuple(
@@ -170,12 +172,7 @@ class Corpus:
                         f"{path}: is the same data as {twin} ({stream}); give it once, or each time with a where that "
                         f"chooses other documents"
                     )
-                if (place := overlap(one, other)) is not None:
-                    others = f"{self.wheres[index]!r:.200} and {self.wheres[before]!r:.200}"
-                    raise InputError(
-                        f"{path}: where: {others} both choose the document at token {place:,} of the source; expected "
-                        f"conditions of which a document fulfils one at most"
-                    )
+                check_apart(path, (self.wheres[index], other), (self.wheres[before], one))
 
     def _check_one_encoding(self) -> None:
         first = self._listed[0].encoding
@@ -318,10 +315,19 @@ def _identity(reader: ShardReader, listed: _Listed) -> str:
     return f"{ident}/{reader.source}/{listed.entry.get('since', 1)}"
 
 
-def _choose(reader: ShardReader, stream: str, where: str, folders: Sequence[str]) -> Chosen:
+def check_apart(path: str, one: tuple[str | None, Chosen], other: tuple[str | None, Chosen]) -> None:
+    """Refuse two conditions on a source that choose the same document."""
+    if (place := overlap(one[1], other[1])) is not None:
+        raise InputError(
+            f"{path}: where: {one[0]!r:.200} and {other[0]!r:.200} both choose the document at token {place:,}; "
+            f"expected conditions of which a document fulfils one at most"
+        )
+
+
+def _choose(reader: ShardReader, stream: str, where: str, folders: Sequence[str], read: Iterable[str]) -> Chosen:
     """What a condition chooses: of a node's processes the first asks, the others read what it wrote."""
     with exclusive(os.path.join(folders[0], ".lock")):
-        return choose(reader, stream, where, folders[0], folders[1:])
+        return choose(reader, stream, where, folders[0], folders[1:], read)
 
 
 def _stamp(path: str) -> list[int]:

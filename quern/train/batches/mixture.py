@@ -18,6 +18,8 @@ from quern.mixtures.word import quantise
 from quern.tokenize.selection.chosen import CHOSEN
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.config import TrainConfig
+from quern.train.history.branch import LEDGER_FILE
+from quern.train.history.ledger import latest_order, read_ledger
 
 __all__ = [
     "Mixture",
@@ -52,23 +54,28 @@ def open_streams(
     """:func:`open_corpus` of other streams than the config's: paths, and a condition for each or None."""
     paths, wheres = zip(*given, strict=True) if given else ((), ())
     own = os.path.join(config.run_dir, CHOSEN)
-    if keep or not any(wheres):
-        return Corpus(paths, config.seq_len, wheres, [own])
+    if not any(wheres):
+        return Corpus(paths, config.seq_len)
+    ledger = os.path.join(config.run_dir if known is None else known, LEDGER_FILE)
+    order = latest_order(read_ledger(ledger)) if os.path.exists(ledger) else None
+    read = () if order is None else order.ids
+    if keep:
+        return Corpus(paths, config.seq_len, wheres, [own], read)
     others = [own] if known is None else [own, os.path.join(known, CHOSEN)]
     with tempfile.TemporaryDirectory(prefix="quern-chosen-") as folder:  # a file that is mapped stays readable
-        return Corpus(paths, config.seq_len, wheres, [folder, *others])
+        return Corpus(paths, config.seq_len, wheres, [folder, *others], read)
 
 
 def source_names(config: TrainConfig) -> list[str]:
-    """The name of each entry of ``data``: that of its source, or its path if several have that name; with its condition
-    if several have that path."""
-    names = [os.path.basename(os.path.abspath(given.path)) for given in config.data]
+    """The name of each entry of ``data``: that of its source, or its path if several paths have that name; with its
+    condition if several entries have that path."""
     paths = [os.path.abspath(given.path) for given in config.data]
+    names = [os.path.basename(path) for path in dict.fromkeys(paths)]
     return [
-        f"{name} where {given.where}" if paths.count(path) > 1
-        else name if names.count(name) == 1 else given.path
-        for name, path, given in zip(names, paths, config.data, strict=True)
-    ]  # fmt: skip
+        (given.path if names.count(os.path.basename(path)) > 1 else os.path.basename(path))
+        + (f" where {given.where}" if paths.count(path) > 1 else "")
+        for path, given in zip(paths, config.data, strict=True)
+    ]
 
 
 def order_names(config: TrainConfig, mixture: Mixture) -> list[str]:

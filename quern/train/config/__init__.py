@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from quern.config import Section
 from quern.model.config import ModelConfig
@@ -69,6 +75,13 @@ class PhaseConfig(Section):
     """[relative] A weight for each entry of ``data``; null = unchanged. Example: [0.7, 0.3]"""
     global_batch: Count | None = None
     """[sequences] Sequences per step; null = unchanged. Example: 1024"""
+
+    @model_serializer(mode="wrap")
+    def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With what was given of the two."""
+        plain: dict[str, Any] = handler(self)
+        plain.pop("first_step" if self.first_tokens else "first_tokens")
+        return plain
 
     @property
     def start(self) -> int:

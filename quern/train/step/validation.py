@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from quern.parallel.context.inputs import Sharing
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.boundaries import open_boundaries
-from quern.train.batches.corpus import Corpus, NoWindowError
+from quern.train.batches.corpus import Corpus, NoWindowError, check_apart
 from quern.train.batches.feed import to_device
 from quern.train.batches.loader import IGNORE, Loader, StepBatch
 from quern.train.batches.mixture import open_streams, source_names
@@ -37,9 +38,9 @@ _HELD_OUT = ".val"
 """How the folder of a source's held-out documents ends, beside the source's own."""
 
 
-def open_held_out(config: TrainConfig, *, keep: bool = False) -> tuple[Corpus, ...]:
+def open_held_out(config: TrainConfig, *, keep: bool = False, known: str | None = None) -> tuple[Corpus, ...]:
     """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window, of documents that
-    fulfil the source's ``where``, and the sets of ``validation.sets``. ``keep``: see :func:`open_corpus`.
+    fulfil the source's ``where``, and the sets of ``validation.sets``. ``keep``, ``known``: see :func:`open_corpus`.
 
     Raises:
         InputError: a file of theirs is missing or is not what the corpus version says; a set is of another encoding
@@ -52,14 +53,17 @@ def open_held_out(config: TrainConfig, *, keep: bool = False) -> tuple[Corpus, .
         listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
         if name in listed and ShardReader(folder).num_windows(config.seq_len):
             with suppress(NoWindowError):
-                found.append(open_streams(config, [(folder, source.where)], keep=keep))
+                found.append(open_streams(config, [(folder, source.where)], keep=keep, known=known))
+    for one, other in combinations(found, 2):
+        if one.readers[0].path == other.readers[0].path and one.chosen[0] and other.chosen[0]:
+            check_apart(one.readers[0].path, (one.wheres[0], one.chosen[0]), (other.wheres[0], other.chosen[0]))
     sources = [(source.path, source.where) for source in config.data]
     for number, given in enumerate(config.validation.sets):
         where = f"validation.sets.{number}"
         if given.name in source_names(config):
             raise InputError(f"{where}.name: expected another than those of the sources of data, got {given.name!r}")
         try:
-            open_streams(config, [*sources, (given.path, None)], keep=keep)
+            open_streams(config, [*sources, (given.path, None)], keep=keep, known=known)
             found.append(Corpus([given.path], config.seq_len))
         except InputError as error:
             raise InputError(f"{where}.path: {error}") from None

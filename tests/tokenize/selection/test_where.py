@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.errors import InputError
-from quern.tokenize.selection.where import open_chosen
+from quern.tokenize.selection.chosen import Chosen
+from quern.tokenize.selection.where import choose, open_chosen
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import Corpus, NoWindowError
-from support.train.chosen_site import Site, write_site
+from support.train.chosen_site import STREAM, Site, write_site
 
 Row = dict[str, Any]
 
@@ -83,6 +84,9 @@ def test_a_table_of_measures_is_asked_by_its_name(site: Site, tmp_path: Path) ->
         pytest.param("current_localtimestamp() > fetched_at", "current_localtimestamp: expected", id="the clock's"),
         pytest.param("session_user = 'x'", "session_user: expected", id="the user"),
         pytest.param("(" * 2000 + "true" + ")" * 2000, "depth", id="deep"),
+        pytest.param("pg_postmaster_start_time() > fetched_at", "pg_postmaster_start_time: expected", id="a macro"),
+        pytest.param("pg_sleep(0.1) is null", "pg_sleep: expected", id="a macro that waits"),
+        pytest.param("columns('cluster_siz.') > 1", "one condition", id="columns by a pattern"),
         pytest.param("getenv('HOME') = 'x'", "getenv", id="the machine"),
         pytest.param("tokens > (select 3)", "one condition", id="a query"),
         pytest.param("tokens in (select tokens from spans)", "one condition", id="a query of a view"),
@@ -95,7 +99,7 @@ def test_a_table_of_measures_is_asked_by_its_name(site: Site, tmp_path: Path) ->
         pytest.param("1=1); drop table shards; select (1", "expected one query", id="statements"),
         pytest.param("tokens >", "syntax error", id="no expression"),
         pytest.param("langage = 'de'", "langage", id="no column"),
-        pytest.param("gopher.num_words > 3", 'is quoted: "gopher.num_words"', id="a dot"),
+        pytest.param("gopher.num_words > 3", 'is quoted ("gopher.num_words" > 100)', id="a dot"),
         pytest.param("language > 3", "", id="text that is no number"),
     ],
 )
@@ -129,6 +133,30 @@ def test_what_was_chosen_once_is_kept_and_asked_again_only_if_it_is_lost(site: S
     now = site.choose("cluster_size = 1", tmp_path / "chosen")
     Path(now.path).unlink()
     assert open_chosen(folders, now.identity, reader, "cluster_size = 1").documents == len(site.rows)
+
+
+def test_what_a_run_has_read_is_that_choice_or_none(site: Site, tmp_path: Path) -> None:
+    where, folder = "cluster_size = 1", tmp_path / "chosen"
+    first = site.choose(where, folder)
+    reader, clusters = ShardReader(site.path), site.run / "duplicates" / "clusters.parquet"
+    other = site.choose("true", folder).identity
+
+    def again() -> Chosen:
+        return choose(reader, STREAM, where, str(folder), ids=[other, first.identity])
+
+    kept, data = Path(first.path), Path(first.path).read_bytes()
+    kept.unlink()
+    assert again().identity == first.identity  # asked again, it chooses the same, and is kept again
+    assert kept.read_bytes() == data
+    clusters.rename(tmp_path / "clusters")
+    kept.unlink()
+    with pytest.raises(InputError, match=r"chooses other documents now .* put the file back from a copy"):
+        again()
+    assert {path.name for path in folder.glob("*.chosen")} == {Path(site.choose("true", folder).path).name}
+    changed = choose(reader, STREAM, where, str(folder))  # another run's, in whose folder it might stand too
+    assert changed.identity != first.identity
+    kept.write_bytes(data)
+    assert again().identity == first.identity
 
 
 def test_a_corpus_of_conditions_on_one_source(site: Site, tmp_path: Path) -> None:

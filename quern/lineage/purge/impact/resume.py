@@ -115,7 +115,7 @@ def _data(run: TrainingRun, config: TrainConfig, lineages: Sequence[IndexedRun])
     return [
         _folder(told[name], f"data.{index}.path")
         for index, (name, given) in enumerate(zip(names, config.data, strict=True))
-        if not os.path.isdir(given.path) and name in told and names.count(name) == 1
+        if not os.path.isdir(given.path) and name in told and _alone(name, [own.path for own in config.data])
     ]
 
 
@@ -205,14 +205,18 @@ def _unpurged(paths: Sequence[str], lineages: Sequence[IndexedRun], run: str, do
             )
 
 
+def _alone(name: str, paths: Sequence[str]) -> bool:
+    """Whether one path of these has the name."""
+    return sum(os.path.basename(path) == name for path in set(map(os.path.normpath, paths))) == 1
+
+
 def _place(path: str, paths: Sequence[str], lineages: Sequence[IndexedRun]) -> tuple[IndexedRun, str, str] | None:
     """Data run, name and identity of the stream that an entry of ``data`` means: by its folder, or, where that is not
     there, by a name that no other entry has."""
-    names = [os.path.basename(os.path.normpath(other)) for other in paths]
     name = os.path.basename(os.path.normpath(path))
     for lineage in lineages:
         for stream in lineage.streams:
             same = os.path.realpath(stream.path) == os.path.realpath(path)
-            if same or (stream.name == name and names.count(name) == 1 and not os.path.exists(path)):
+            if same or (stream.name == name and _alone(name, paths) and not os.path.exists(path)):
                 return lineage, stream.name, stream.identity
     return None

@@ -148,11 +148,19 @@ def _own(train: TrainingRun, lineage: IndexedRun, doc_ids: bytes) -> Selection:
     other = [
         number
         for number, stream in enumerate(lineage.streams)
-        if any(train.find_stream(ident)[0] is not lineage for ident in train.identities_of(stream.identity))
+        if any(_elsewhere(train, ident, lineage) for ident in train.identities_of(stream.identity))
     ]
     kept = ~np.isin(chosen.streams, other)
     columns = ("numbers", "streams", "starts", "stops", "heads", "purged_since")
     return replace(chosen, **{name: getattr(chosen, name)[kept] for name in columns})
+
+
+def _elsewhere(train: TrainingRun, identity: str, lineage: IndexedRun) -> bool:
+    """Whether a source is taken to be read from another data run; of one that cannot be opened, it is not known."""
+    try:
+        return train.find_stream(identity)[0] is not lineage
+    except InputError:
+        return False
 
 
 def not_proven(tally: Tally) -> list[Row]:
