@@ -18,10 +18,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from quern.cli.lineage import app as lineage
-from quern.cli.mix import _short, app
+from quern.cli.mix import app
 from quern.mixtures.order import Order, Phase
+from quern.words import short
 from support.lineage.selections import rows_of, write_topics
 from support.train import corpora
+from support.train.chosen_site import write_site
 from support.train.corpora import make_shards
 
 
@@ -154,7 +156,7 @@ def test_a_plan_that_cannot_be_is_one_line(
      (9_996_000, "10.0M"), (99_960_000, "100M"), (15_000_000_000_000, "15.0T"), (12_345_000_000_000_000, "12,345T")],
 )  # fmt: skip
 def test_numbers_are_short_enough_to_read(number: int, text: str) -> None:
-    assert _short(number) == text
+    assert short(number) == text
 
 
 @pytest.mark.slow
@@ -242,3 +244,24 @@ def test_a_selection_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     done = select(tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "error: expected --target, and one of --keep-documents and --keep-tokens\n"
+
+
+def test_conditions_are_told_below_the_table_and_kept_in_the_section(
+    tmp_path: Path, json_of: Callable[..., Any]
+) -> None:
+    site = write_site(tmp_path)
+    config = tmp_path / "train.yaml"
+    wheres = ["tokens <= 4", "tokens > 4"]
+    config.write_text(json.dumps({
+        "run_dir": str(tmp_path / "train"), "model": {"preset": "debug"}, "steps": 2, "seq_len": 8, "global_batch": 4,
+        "data": [{"path": site.path, "where": where, "max_epochs": 50} for where in wheres],
+    }))  # fmt: skip
+    told = CliRunner().invoke(app, ["show", str(config)])
+    assert told.exit_code == 0, told.output
+    assert "web [1]" in told.output
+    assert "[2] where tokens > 4" in told.output
+    found = json_of(lambda *given: CliRunner().invoke(app, ["weights", str(config), *given]))
+    assert [own["where"] for own in found["data"]] == wheres
+    tokens = [sum(row["tokens"] for row in site.rows if (row["tokens"] <= 4) == own) for own in (True, False)]
+    assert [own["tokens"] for own in found["sources"]] == tokens
+    assert not (tmp_path / "train").exists()

@@ -107,10 +107,14 @@ def _with(config: TrainConfig, key: str, values: Sequence[float]) -> TrainConfig
 
 
 def _print(plan: OrderPlan, console: Console) -> None:
-    table = _sources(plan, str)
+    conditions = {row.name: row.name.partition(" where ")[2] for row in plan.sources if " where " in row.name}
+    numbers = {name: f"{name.partition(' where ')[0]} [{number}]" for number, name in enumerate(conditions, 1)}
+    table = _sources(plan, lambda name: numbers.get(name, name))
     if console.measure(table, options=console.options.update_width(4096)).maximum > console.width:
-        table = _sources(plan, lambda name: name.replace("/", "/\n"))
+        table = _sources(plan, lambda name: numbers.get(name, name).replace("/", "/\n"))
     console.print(table)
+    for number, condition in enumerate(conditions.values(), 1):
+        console.print(Text(f"[{number}] where {plain(condition)}"))
     console.print()
     if len(plan.phases) > 1:
         _print_phases(plan, console)
