@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.dedup.schemas import CLUSTERS
 from quern.errors import InputError, QuernError, first_line
@@ -161,11 +162,11 @@ def _define(connection: duckdb.DuckDBPyConnection, reader: ShardReader, run: str
     )
     table = "documents"
     for name in _measures(run, where):
-        pattern = os.path.join(alias, "measures", name, "*.parquet")
-        connection.execute(
-            f"CREATE VIEW {name} AS SELECT doc_id AS _of, * EXCLUDE (doc_id) FROM read_parquet({quoted(pattern)})"
-        )
-        table += f" LEFT JOIN {name} ON {name}._of = documents._id"
+        files = _parts(run, name)
+        listed = ", ".join(quoted(os.path.join(alias, "measures", name, file)) for file in files)
+        columns = f"doc_id AS _of, * EXCLUDE (doc_id) FROM read_parquet([{listed}])"
+        connection.execute(f'CREATE VIEW "{name}" AS SELECT {columns}')
+        table += f' LEFT JOIN "{name}" ON "{name}"._of = documents._id'
     return table
 
 
@@ -173,6 +174,22 @@ def _measures(run: str, where: str) -> list[str]:
     """The tables of measures that a condition names."""
     wanted = set(_MEASURE.findall(where.lower())) - {"documents", "spans", "shards"}
     return [name for name in _tables(run) if name in wanted]
+
+
+def _parts(run: str, name: str) -> list[str]:
+    """The files of a table of measures, all of which must be there with the rows that its manifest tells."""
+    folder = os.path.join(run, "measures", name)
+    path = os.path.join(folder, "manifest.json")
+    record = storage.read_json(path)
+    parts = record.get("parts") if isinstance(record, dict) else None
+    if not isinstance(parts, list) or not parts:
+        raise InputError(f"{path}: parts: expected a list, got {parts!r:.60}")
+    names = [f"part-{number:05d}.parquet" for number in range(len(parts))]
+    for file, own in zip(names, parts, strict=True):
+        there = os.path.join(folder, file)
+        if not os.path.exists(there) or storage.sha256(there) != own.get("sha256"):
+            raise InputError(f"{there}: is missing or changed: its SHA-256 is not the one in {path}")
+    return names
 
 
 def _tables(run: str) -> list[str]:
