@@ -9,6 +9,8 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
+from quern.data_pipeline.execution.run_directory import BusyError, sole_driver
 from quern.data_pipeline.execution.tasks import InProcess
 from quern.data_run.selection import passes, pool
 from quern.data_run.selection import run as module
 from quern.data_run.selection.run import Selection, select
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.lineage.purge.proof.placed import strangers
 from quern.mixtures.importance.draw import CANDIDATE, Draw
 from quern.mixtures.importance.table import published
+from quern.mixtures.importance.table import rows_of as table_rows
 from quern.mixtures.importance.weights import gumbel
 from support.lineage.runs import Listing
 from support.lineage.selections import files_of, read_documents, rows_of, write_topics
@@ -142,9 +146,9 @@ def test_a_source_is_weighed_alone(written: tuple[Path, Listing], folder: Path) 
 def test_tokens_are_a_limit(folder: Path) -> None:
     most = 500
     manifest = selected(folder, keep_tokens=most)
-    every = selected(folder, name="all", keep_documents=manifest["chosen"] + 1)
+    every = selected(folder, name="every", keep_documents=manifest["chosen"] + 1)
     assert manifest["chosen_tokens"] <= most < every["chosen_tokens"]
-    ranks = {row["doc_id"]: row["rank"] for row in rows_of(folder / "run", "all") if row["chosen"]}
+    ranks = {row["doc_id"]: row["rank"] for row in rows_of(folder / "run", "every") if row["chosen"]}
     few = {row["doc_id"]: row["rank"] for row in rows_of(folder / "run", "mill") if row["chosen"]}
     assert few == {doc_id: rank for doc_id, rank in ranks.items() if rank < manifest["chosen"]}
 
@@ -263,7 +267,7 @@ def test_killed_before_any_publication_it_goes_on_to_the_same_bytes(
     with storage.guarded(check):
         selected(tmp_path)
     publications, once = 10**6 - left, Counter(done)
-    assert (publications, once) == (14, {"count_target": 1, "place": 1, "count_table": 2, "weigh": 2})
+    assert (publications, once) == (15, {"count_target": 1, "place": 1, "count_table": 2, "weigh": 2})
     expected = files_of(run, "mill")
     for survived in range(publications):
         shutil.rmtree(run / "measures")
@@ -301,6 +305,166 @@ def test_what_another_unfinished_selection_left_is_not_used(folder: Path, monkey
             selected(folder, seed=3)
     selected(folder, seed=4)
     assert files_of(folder / "run", "mill") == expected
+
+
+def test_targets_in_another_order_are_counted_once_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the first file, and given in another order or as a glob then; plain texts of a glob are one task."""
+    lines = (folder / "target.jsonl").read_text().splitlines(keepends=True)
+    for name, own in (("a", lines[:5]), ("b", lines[5:])):
+        (folder / f"{name}.jsonl").write_text("".join(own))
+        (folder / f"{name}.txt").write_text("\n".join(json.loads(line)["text"] for line in own))
+    count, done = module.count_target, []
+
+    def counted(*arguments: Any, most: int) -> None:
+        if len(done) == most:
+            raise KilledError
+        count(*arguments)
+        done.append(arguments)
+
+    for end in ("jsonl", "txt"):
+        one, two = (str(folder / f"{name}.{end}") for name in "ab")
+        expected = selected(folder, targets=(one, two), name=end)
+        shutil.rmtree(folder / "run" / "measures")
+        for again, tasks in (((two, one), 1), ((str(folder / f"[ab].{end}"),), 1)):
+            done.clear()
+            monkeypatch.setattr(module, "count_target", partial(counted, most=1))
+            with pytest.raises(KilledError):
+                selected(folder, targets=(one, two), name=end)
+            done.clear()
+            monkeypatch.setattr(module, "count_target", partial(counted, most=9))
+            assert selected(folder, targets=again, name=end) == expected, again
+            assert len(done) == tasks, again
+            shutil.rmtree(folder / "run" / "measures")
+
+
+def test_texts_that_are_grouped_otherwise_are_counted_once_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when 300 files, a task each, are counted; as a glob, a task has several."""
+    (folder / "plain").mkdir()
+    for number in range(300):
+        (folder / "plain" / f"{number}.txt").write_text("mill and rye")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "count_table", killed)
+        patch.setattr(module, "place", killed)
+        with pytest.raises(KilledError):
+            selected(folder, targets=tuple(map(str, (folder / "plain").iterdir())))
+    assert selected(folder, targets=(str(folder / "plain" / "*.txt"),))["target_features"] == 300 * 5
+
+
+def test_a_run_by_a_relative_path_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    relative = Selection("run", "mill", ("target.jsonl",), K, num_buckets=50, min_words=1)
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_draw", killed)
+        with pytest.raises(KilledError):
+            select(relative, 1, tell=told.append)
+    told.clear()
+    select(relative, 1, tell=told.append)
+    assert told
+    assert all(": 0 of " in line for line in told), told
+
+
+def test_one_driver_is_at_work(folder: Path) -> None:
+    with sole_driver(str(folder / "run")), pytest.raises(BusyError, match="another driver is at work"):
+        selected(folder)
+    expected = selected(folder)
+    with sole_driver(str(folder / "run")):  # what stands there needs no lock
+        assert selected(folder) == expected
+
+
+def test_a_run_that_changes_meanwhile_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(folder / "run", folder / "other")
+    weigh = module.weigh
+
+    def purged(run: str) -> None:
+        path = folder / run / "tokens" / "VERSION.json"
+        path.write_text(path.read_text() + "\n")
+
+    @contextmanager
+    def late(path: str) -> Iterator[None]:
+        purged("run")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sole_driver", late)
+        with pytest.raises(QuernError, match="run: has changed while it was looked at"):
+            selected(folder)
+    monkeypatch.setattr(module, "weigh", lambda *own: (purged("other"), weigh(*own)))
+    with pytest.raises(QuernError, match="other: has changed while it was read"):
+        selected(folder, targets=(str(folder / "other"),))
+    assert published(str(folder / "run")) == []
+
+
+def test_a_table_with_other_rows_than_before_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = folder / "run" / "documents" / "web" / "part-000.warc.gz.parquet"
+    place = module.place
+
+    def shorter(*arguments: Any) -> None:
+        place(*arguments)
+        rows = pq.read_table(table)
+        pq.write_table(rows.slice(0, rows.num_rows - 1), table)
+
+    monkeypatch.setattr(module, "place", shorter)
+    with pytest.raises(QuernError, match=r"part-000.warc.gz.parquet: has \d+ rows, \d+ when its documents were"):
+        selected(folder)
+
+
+def test_torn_files_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_draw", killed)
+        with pytest.raises(KilledError):
+            selected(folder)
+    torn = folder / "run" / "measures" / "mill" / f".part-00000.parquet.{'0' * 32}.tmp"
+    assert storage.is_temporary(torn.name)
+    torn.write_text("half")
+    selected(folder)
+    assert not torn.exists()
+
+
+def test_files_of_somebody_else_stay(folder: Path) -> None:
+    root = folder / "run" / "measures" / "mill"
+    root.mkdir(parents=True)
+    for name in ("scores.parquet", "part-00000.parquet"):
+        (root / name).write_text("mine")
+        with pytest.raises(InputError, match=f"mill: has .*{name}, which is of no selection; remove it, or give"):
+            selected(folder)
+        assert (root / name).read_text() == "mine"
+        (root / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("manifest", "told"),
+    [
+        ("{}", "manifest.json: parts: expected a list, got None"),
+        (
+            '{"parts": [{"sha256": "0"}]}',
+            "manifest.json: parts.0: expected a table and its sha256, got {'sha256': '0'}",
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_told(folder: Path, manifest: str, told: str) -> None:
+    selected(folder)
+    (folder / "run" / "measures" / "mill" / "manifest.json").write_text(manifest)
+    for ask in (lambda: selected(folder), lambda: table_rows(str(folder / "run"), "web/a.parquet", bytes(16))):
+        with pytest.raises(InputError, match=told):
+            ask()
+
+
+def test_the_proof_of_a_purge_names_tables_that_no_manifest_lists(folder: Path) -> None:
+    selected(folder)
+    root = folder / "run" / "measures"
+    (root / "zz" / ".work" / "weighed").mkdir(parents=True)
+    (root / "zz" / ".work" / "weighed" / "000000").write_bytes(b"")
+    names = ("zz/.work/copy.parquet", "zz/part-00000.parquet", "mill/part-00009.parquet")
+    for name in names:
+        shutil.copy(root / "mill" / "part-00000.parquet", root / name)
+
+    def found() -> set[str]:
+        return {name for name, _ in strangers(str(folder / "run"), None) if name.startswith("measures")}
+
+    assert found() == {f"measures/{name}" for name in names}
+    shutil.copy(root / "mill" / "part-00000.parquet", root / "mill" / "part-00001.parquet")
+    assert found() == {f"measures/{name}" for name in (*names, "mill/part-00001.parquet")}
 
 
 def test_another_number_of_documents_does_not_count_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +541,10 @@ def test_a_data_run_is_a_target(written: tuple[Path, Listing], folder: Path) -> 
         ({"name": "../mill"}, r"--name: expected lower-case letters, digits and _, .*, got '../mill'"),
         ({"name": "spans"}, r"--name: .* none of documents, shards and spans, got 'spans'"),
         ({"name": "like-wiki"}, r"--name: .*, got 'like-wiki'"),
+        ({"name": "table"}, "--name: expected no keyword of SQL, .*, got 'table'"),
+        ({"name": "left"}, "--name: expected no keyword of SQL, .*, got 'left'"),
+        ({"targets": ("{0}",)}, "own: of a folder only plain texts are read; give .*jsonl by itself"),
+        ({"targets": ("{0}/run", "{0}/run/")}, "--target: expected each data run once, got .*run/? twice"),
         ({"keep_documents": 1, "keep_tokens": 1}, "expected --target, and one of --keep-documents and --keep-tokens"),
         ({"targets": ()}, "expected --target, and one of"),
         ({"keep_tokens": 1}, "--keep-tokens: expected more: the first document alone has more than 1"),

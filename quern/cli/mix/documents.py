@@ -30,7 +30,9 @@ def select(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the noise with which documents are drawn.")] = 0,
     source: Annotated[list[str] | None, typer.Option(help="Of RUN; repeatable. Default: all.")] = None,
-    buckets: Annotated[int, typer.Option(min=1, help="Into which words and pairs of words are hashed.")] = 10_000,
+    buckets: Annotated[
+        int, typer.Option(min=1, max=1 << 24, help="Into which words and pairs of words are hashed.")
+    ] = 10_000,
     min_words: Annotated[int, typer.Option(min=1, help="Shorter documents are weighed, and not chosen.")] = 100,
     text_field: Annotated[str, typer.Option(help="The field or column of targets that has the text.")] = "text",
     workers: Annotated[int | None, typer.Option(min=1, help="Default: one a CPU; 1: without Ray.")] = None,

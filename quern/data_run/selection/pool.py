@@ -17,7 +17,7 @@ from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.dedup.passes.facts import read_rows
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.data_pipeline.page.keys import KEY, keys_of, places
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.storage.parquet import open_table, read_batches
 from quern.tokenize.corpus_version import read_listed, read_version
 from quern.tokenize.shard_format import VERSION_FILE
@@ -105,10 +105,16 @@ def place(tables: Sequence[tuple[str, int]], spans: Sequence[str], files: Sequen
 
 def read_texts(table: str, lengths: str) -> Iterator[tuple[list[bytes], list[str], np.ndarray]]:
     """doc_ids, texts and tokens of the documents in a table of texts that training reads, some at a time. ``lengths``:
-    the file that :func:`place` wrote of it."""
+    the file that :func:`place` wrote of it.
+
+    Raises:
+        QuernError: the table has another number of rows than it had then.
+    """
     tokens, first = np.frombuffer(storage.read_bytes(lengths), np.int64), 0
     for batch in read_rows(table, ["doc_id", "text"], _TEXT_ROWS):
         wanted = np.flatnonzero(tokens[first : first + len(batch)])
         taken = batch.take(pa.array(wanted))
         yield taken["doc_id"].to_pylist(), taken["text"].to_pylist(), tokens[first + wanted]
         first += len(batch)
+    if first != len(tokens):
+        raise QuernError(f"{table}: has {first} rows, {len(tokens)} when its documents were looked up; start again")

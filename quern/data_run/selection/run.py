@@ -6,10 +6,12 @@ written. What passes leave stands in ``RUN/measures/<name>/.work`` until the man
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from quern.data_run.selection.pool import Pool, open_pool, place, place_tasks
 from quern.data_run.selection.targets import TargetFile, open_targets
 from quern.errors import InputError, QuernError
 from quern.mixtures.importance.draw import Draw
-from quern.mixtures.importance.table import FORMAT, MANIFEST, check_name, folder, part
+from quern.mixtures.importance.table import FORMAT, MANIFEST, PART, SCRATCH, check_name, folder, part, read_manifest
 from quern.mixtures.importance.weights import SMOOTHING, effective_size, log_ratio
 
 __all__ = ["Selection", "select"]
@@ -72,21 +74,34 @@ def select(
     if not asked.targets or (asked.keep_documents is None) is (asked.keep_tokens is None):
         raise InputError("expected --target, and one of --keep-documents and --keep-tokens")
     runs = [path for path in asked.targets if storage.is_file(storage.join(path, "run.json"))]
-    pool, like = open_pool(asked.run, asked.sources), [open_pool(path) for path in runs]
+    pool, like = open_pool(asked.run, asked.sources), sorted(map(open_pool, runs), key=lambda own: _version(own.record))
+    if twice := [own.run for own, other in pairwise(like) if _version(own.record) == _version(other.record)]:
+        raise InputError(f"--target: expected each data run once, got {twice[0]} twice")
     files = open_targets([path for path in asked.targets if path not in runs], asked.text_field)
     parameters = _parameters(asked, pool, like, files)
+    if storage.is_file(storage.join(root, MANIFEST)):  # then the run need not be one that can be written
+        return _standing(asked, root, parameters)
     with ExitStack() as stack:
-        stack.enter_context(sole_driver(asked.run))
+        try:
+            stack.enter_context(sole_driver(asked.run))
+        except InputError as error:
+            raise InputError(str(error).removeprefix("run_dir: ")) from None
         if open_pool(asked.run, asked.sources) != pool:
             raise QuernError(f"{asked.run}: has changed while it was looked at; start again")
         if storage.is_file(storage.join(root, MANIFEST)):
             return _standing(asked, root, parameters)
-        scratch = _scratch(root, {name: value for name, value in parameters.items() if name != "keep"})
+        tasks = [[partition.name, [file.path for file in partition.files]] for _, partition in files]
+        scratch = _scratch(root, {**{name: parameters[name] for name in parameters if name != "keep"}, "tasks": tasks})
+        fence = Fence.claim(
+            storage.join(scratch, "driver.json")
+        )  # also without Ray: workers of a killed driver may live
         engine: Engine = InProcess()
         if workers != 1 or address is not None:
-            fence = Fence.claim(storage.join(scratch, "driver.json"))
             engine = stack.enter_context(open_engine(workers, address, fence))
         sums = _passes(asked, pool, like, files, _Scratch(scratch, engine, tell))
+        for own in like:
+            if open_pool(own.run) != own:
+                raise QuernError(f"{own.run}: has changed while it was read; start again")
         storage.write_json(storage.join(root, MANIFEST), manifest := {**parameters, **sums})
         storage.remove_tree(scratch)
         return manifest
@@ -110,7 +125,7 @@ def _parameters(asked: Selection, pool: Pool, like: Sequence[Pool], files: Seque
 def _standing(asked: Selection, root: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a table that is complete, if it is the one that is asked for and has its bytes."""
     path = storage.join(root, MANIFEST)
-    manifest = dict(storage.read_json(path))
+    manifest = read_manifest(asked.run, asked.name)
     for name, here in parameters.items():
         there = manifest.get(name)
         if name == "targets" and there is not None:  # where they lie decides nothing
@@ -122,15 +137,33 @@ def _standing(asked: Selection, root: str, parameters: Mapping[str, Any]) -> dic
         file = part(asked.run, asked.name, number)
         if not storage.is_file(file) or storage.sha256(file) != own["sha256"]:
             raise InputError(f"{file}: missing or changed; remove {root} to have it written again")
-    storage.remove_tree(storage.join(root, ".work"))
+    with suppress(OSError):
+        storage.remove_tree(storage.join(root, ".work"))
     return manifest
 
 
+def _version(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Which corpus version of which run a pool is, wherever it lies."""
+    return str(record["sha256"]), str(record["run_id"])
+
+
 def _scratch(root: str, key: Mapping[str, Any]) -> str:
-    """The folder of passes, without what another selection left there that was not finished."""
+    """The folder of passes, without what another selection left there that was not finished.
+
+    Raises:
+        InputError: files stand there that no selection writes.
+    """
     scratch = storage.join(root, ".work")
     path = storage.join(scratch, "parameters.json")
-    if not storage.is_file(path) or storage.read_json(path) != key:
+    begun = storage.is_file(path)
+    if not begun or storage.read_json(path) != key:
+        ours = re.compile(f"{SCRATCH}|{PART}" if begun else SCRATCH)
+        start, there = len(storage.split(root)[1]) + 1, storage.list_files(root)
+        if foreign := [file for file in there if not ours.fullmatch(storage.split(file)[1][start:])]:
+            raise InputError(f"{root}: has {foreign[0]}, which is of no selection; remove it, or give another --name")
+        for file in there:  # parts first: without the folder of passes they would be of no selection
+            if file.endswith(".parquet"):
+                storage.remove(file)
         storage.remove_tree(root)
         storage.write_json(path, key)
     remove_torn(root)
@@ -151,8 +184,8 @@ class _Scratch:
 
     def run(self, label: str, function: Callable[..., Any], tasks: Tasks) -> None:
         """Run each task whose files are not all there."""
-        there, tasks = {*storage.list_files(self.folder)}, list(tasks)
-        left = [task for task, files in tasks if not there.issuperset(files)]
+        there, tasks = {storage.split(file)[1] for file in storage.list_files(self.folder)}, list(tasks)
+        left = [task for task, files in tasks if not there.issuperset(storage.split(file)[1] for file in files)]
         self.tell(f"{label}: {len(left):,} of {len(tasks):,} tasks left")
         for _ in self.engine.map(function, left, label=f"selection: {label}"):
             pass

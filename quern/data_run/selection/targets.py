@@ -21,10 +21,10 @@ TargetFile = tuple[SourceConfig, Partition]
 
 
 def open_targets(paths: Sequence[str], text_field: str) -> list[TargetFile]:
-    """The files of a target, each a path, a glob, or a folder of plain texts. A plain text is one document.
+    """The files of a target, each a path, a glob, or a folder of plain texts, by path. A plain text is one document.
 
     Raises:
-        InputError: one is nothing of these, is not there, or is given twice.
+        InputError: one is nothing of these, is not there, or is given twice; or a folder has files of other kinds.
     """
     found: list[TargetFile] = []
     for path in paths:
@@ -32,6 +32,9 @@ def open_targets(paths: Sequence[str], text_field: str) -> list[TargetFile]:
         if kind is None and not storage.is_folder(path):
             ends = " ".join(end for own in _ENDS.values() for end in own)
             raise InputError(f"--target: expected a data run, a folder of texts or a file of {ends}, got {path!r:.200}")
+        others = (*_ENDS["jsonl"], *_ENDS["parquet"])
+        if kind is None and (rows := [file for file in storage.list_files(path) if file.endswith(others)]):
+            raise InputError(f"--target: {path}: of a folder only plain texts are read; give {rows[0]} by itself")
         given = {"text_field": text_field} if kind in ("jsonl", "parquet") else {}
         values = {"name": "target", "kind": kind or "text", "paths": path, "max_bytes": _MAX_BYTES, **given}
         source = SourceConfig.model_validate(values)
@@ -39,7 +42,7 @@ def open_targets(paths: Sequence[str], text_field: str) -> list[TargetFile]:
     files = [file.path for _, partition in found for file in partition.files]
     if len({*files}) < len(files):
         raise InputError(f"--target: expected each file once, got {max(files, key=files.count)} twice")
-    return found
+    return sorted(found, key=lambda own: ([file.path for file in own[1].files], own[1].name))
 
 
 def target_texts(target: TargetFile) -> Iterator[str]:

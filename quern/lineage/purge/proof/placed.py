@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quern import storage
 from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.tables.row_groups import name_below
+from quern.mixtures.importance.table import PART, SCRATCH, listed_parts
 
 __all__ = ["Kind", "strangers"]
 
@@ -18,8 +19,8 @@ Kind = Literal["file", "link", "special", "closed", "training run"]
 _LEDGER = "ledger.jsonl"
 _LATER = r"(?:\.v[1-9][0-9]*)?"
 _TABLE = r"[^/.][^/]*\.parquet"
-#: Every file of a run, as ARCHITECTURE.md lists them. Those of ``audit/`` have to belong to an entry, too, and those of
-#: ``.purge/`` to a purge under way.
+#: Every file of a run, as ARCHITECTURE.md lists them. Those of ``audit/`` have to belong to an entry, too, those of
+#: ``.purge/`` to a purge under way, and parts of ``measures/`` have to be as a manifest lists them.
 _PLACED = re.compile(
     "|".join(
         (
@@ -29,7 +30,7 @@ _PLACED = re.compile(
             r"commits/(?:pages|duplicates|tokens|shards)/[^/]+/[^/.][^/]*\.json",
             r"tokens/(?:VERSION\.json|encoding\.tiktoken|(?:changes|decisions)\.v[1-9][0-9]*\.parquet)",
             rf"tokens/[^/]+/(?:manifest{_LATER}\.json|shard_[0-9]{{5,9}}{_LATER}\.(?:bin|spans\.parquet))",
-            r"measures/[a-z0-9][a-z0-9_-]*/(?:manifest\.json|part-[0-9]{5,9}\.parquet|\.work/.*)",
+            rf"measures/[a-z0-9][a-z0-9_-]*/(?:manifest\.json|{PART}|{SCRATCH})",
             r"audit/(?P<entry>[0-9]{5,9})\.(?:json|sig|parquet|files\.parquet)",
             r"\.purge/held\.json|(?P<purge>\.purge/[a-z_]+\.(?:json|parquet))",
             r"\.work/.*",  # a finding of its own
@@ -40,6 +41,7 @@ _PLACED = re.compile(
     ),
     re.DOTALL,
 )
+_IS_PART = re.compile(rf"measures/[^/]+/{PART}")
 #: Folders of a run in which no training run stands.
 _OWN = {"verdicts", "documents", "signatures", "duplicates", "commits", "tokens", "measures", "audit", "lineage"}
 _OWN |= {".purge", ".work"}
@@ -51,11 +53,13 @@ def strangers(run: str, version: Mapping[str, Any] | None) -> Iterator[tuple[str
     Links are told and never followed. A folder with ``ledger.jsonl`` is a training run: it is told, and nothing in it
     is. Temporary files are left out: those that a killed writer left are looked for elsewhere.
     """
-    entries, under_way = set(audit.numbers(run)), journal.is_under_way(run)
+    entries, under_way, parts = set(audit.numbers(run)), journal.is_under_way(run), listed_parts(run)
     encoding = (version or {}).get("encoding")
     ranks = f"tokens/{encoding.get('ranks')}" if isinstance(encoding, dict) else None
     for name, kind in _walk(run) if storage.is_local(run) else _listing(run):
         if kind == "file" and (storage.is_temporary(name) or name == ranks or _is_placed(name, entries, under_way)):
+            if _IS_PART.fullmatch(name) and parts.get(name) != storage.sha256(storage.join(run, name)):
+                yield name, kind
             continue
         yield name, kind
 
