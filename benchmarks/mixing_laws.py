@@ -13,7 +13,6 @@ their 95 % intervals.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import time
 from collections.abc import Callable
@@ -28,19 +27,17 @@ from scipy.stats import spearmanr, t
 from quern.mixtures.laws.fit import fit
 from quern.mixtures.laws.forms import Floats, by_parameters, losses
 from quern.mixtures.laws.propose import Wish, propose
+from quern.mixtures.laws.tables import read_runs
 
 
 def read(folder: Path) -> tuple[list[str], Floats, dict[str, Floats], dict[str, Any]]:
     """Domains, mixtures [127, 24], the loss [127] of each family, and Olmix's config."""
     about = yaml.safe_load((folder / "dclm_per_family.yaml").read_text())
     names = list(about["priors"]["token_counts"])
-    ratios, metrics = (list(csv.DictReader((folder / f"dclm_{kind}.csv").open())) for kind in ("ratios", "metrics"))
-    by_run = {row["run"]: row for row in metrics}
-    measured = {}
-    for family, tasks in about["eval"]["tasks"].items():
-        kept = [task for task in tasks if task not in about["filtering"]["drop_metrics"]]
-        measured[family] = np.array([np.mean([float(by_run[row["run"]][task]) for task in kept]) for row in ratios])
-    return names, np.array([[float(row[name]) for name in names] for row in ratios]), measured, about
+    dropped = set(about["filtering"]["drop_metrics"])
+    tasks = {name: [task for task in own if task not in dropped] for name, own in about["eval"]["tasks"].items()}
+    runs = read_runs([str(folder / f"dclm_{kind}.csv") for kind in ("ratios", "metrics")], "run", names, tasks)
+    return names, runs.mixtures, dict(runs.losses), about
 
 
 def trees(mixtures: Floats, measured: Floats, rows: NDArray[np.intp]) -> Floats | None:

@@ -17,6 +17,7 @@ from quern.config import dump_yaml, load_config
 from quern.errors import InputError, QuernError
 from quern.tokenize.selection.chosen import CHOSEN
 from quern.train.batches.assignment import check_divides
+from quern.train.batches.held_out import open_held_out
 from quern.train.batches.mixture import open_corpus, plan_mixture
 from quern.train.checkpoint.format.folder import write_file
 from quern.train.checkpoint.format.manifest import (
@@ -37,7 +38,6 @@ from quern.train.history.branch import LEDGER_FILE
 from quern.train.history.consumers import announce
 from quern.train.history.ledger import MOVES, latest_order, read_ledger
 from quern.train.step.schedule import check_schedule
-from quern.train.step.validation import open_held_out
 
 __all__ = ["Forked", "fork"]
 

@@ -32,6 +32,7 @@ from quern.train.batches.assignment import check_divides
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import Feed
+from quern.train.batches.held_out import open_held_out
 from quern.train.batches.loader import Loader
 from quern.train.batches.mixture import open_corpus, order_names, plan_mixture
 from quern.train.begin import LEDGER_FILE, Start, begin
@@ -56,7 +57,7 @@ from quern.train.step.optimizer import build_optimizer, follow_updates
 from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
-from quern.train.step.validation import Validator, open_held_out
+from quern.train.step.validation import Validator
 from quern.train.summary import check_host_memory, step_of
 from quern.train.supervision import out_of_memory
 from quern.train.supervision.link_probe import LinkProbe

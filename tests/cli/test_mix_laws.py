@@ -1,4 +1,4 @@
-"""``quern mix fit`` and ``quern mix ablate``: from tables or a swarm to a data: section that a run takes."""
+"""``quern mix fit`` and ``quern mix ablate``: tables become shares, a swarm a data: section that a run takes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ SIZED = ("--tokens", "about.yaml:sources.tokens", "--budget", "1000", "--max-epo
 
 
 @pytest.mark.usefixtures("swarm")
-def test_tables_of_others_become_a_data_section(json_of: Told) -> None:
-    found = json_of(mix, *FIT, *SIZED, "--path", "runs/cc/tokens/{}", "--weight", "math=3", "--weight", "chat=1")
+def test_tables_of_others_become_shares(json_of: Told) -> None:
+    found = json_of(mix, *FIT, *SIZED, "--weight", "math=3", "--weight", "chat=1")
     for name, law in LAWS.items():
         one = found["families"][name]
         np.testing.assert_allclose(one["parameters"], law, atol=1e-5)
@@ -68,11 +68,10 @@ def test_tables_of_others_become_a_data_section(json_of: Told) -> None:
     )  # fmt: skip
     np.testing.assert_allclose(found["shares"], [best.x, 1 - best.x, 0.0], atol=1e-5)
     assert found["loss"][0] == pytest.approx(best.fun, abs=1e-6)
-    assert [row["path"] for row in found["data"]] == [f"runs/cc/tokens/{name}" for name in ("code", "web", "wiki")]
-    assert [row["weight"] for row in found["data"]] == pytest.approx(found["shares"], abs=1e-6)
     printed = mix(*FIT, *SIZED).output
-    section = yaml.safe_load(printed[printed.index("data:") :])
-    assert [row["max_epochs"] for row in section["data"]] == [4.0] * 3
+    section = yaml.safe_load(printed[printed.index("shares:") :])["shares"]
+    assert list(section) == ["code", "web", "wiki"]
+    assert sum(section.values()) == pytest.approx(1.0, abs=2e-6)
     assert "code" in printed
     assert "40.00%" in printed  # of code: 4 · 100 of 1,000 tokens at most
     assert "warning: wiki: a share of 0.00% lies outside" in " ".join(printed.split())
@@ -93,7 +92,6 @@ def test_tables_of_others_become_a_data_section(json_of: Told) -> None:
         ([*FIT, "--weight", "code=1"], "weights: 'code': expected one of chat, math"),
         ([*FIT, "--weight", "math=x"], "--weight: expected FAMILY=NUMBER"),
         ([*FIT, "--weight", "math=-1"], "weights: expected numbers ≥ 0, of which one is above 0"),
-        ([*FIT, "--path", "tokens"], "--path: expected {} in the place of a source's name, got 'tokens'"),
         (
             [*FIT, "--tokens", "about.yaml:sources.sizes"],
             "about.yaml:sources.sizes: expected a mapping there, got None",

@@ -97,7 +97,7 @@ def test_linear_laws_are_a_linear_program() -> None:
 
 def of(parameters: Sequence[float], form: str = "linear", **changes: Any) -> Proposal:
     sources = len(parameters) - (form == "log-linear")
-    tried = changes.pop("tried", np.repeat(np.eye(sources), 2, axis=0))
+    tried = changes.pop("tried", np.vstack([np.eye(sources), 0.9 * np.eye(sources) + 0.1 / sources]))
     wish = Wish({"all": 1.0}, changes.pop("caps", np.ones(sources)), **changes)
     return propose({"all": known(form, np.array(parameters))}, tried, NAMES[:sources], wish)
 
@@ -180,6 +180,8 @@ def test_a_law_that_explains_nothing_says_so() -> None:
 def test_a_source_that_one_run_reads_is_named() -> None:
     found = of([1.0, 1.5, 3.0], tried=np.array([[0.5, 0.5, 0.0], [0.6, 0.4, 0.0], [0.2, 0.2, 0.6]]))
     assert "s2: one run alone reads it, which no leave-one-out error and no interval counts" in found.warnings
+    again = of([1.0, 1.5, 3.0], tried=np.array([[0.5, 0.5, 0.0], [0.6, 0.4, 0.0], [0.2, 0.2, 0.6], [0.2, 0.2, 0.6]]))
+    assert again.warnings == found.warnings  # the same mixture again is no other run
 
 
 def test_intervals_are_the_jackknife_of_fits_without_a_run() -> None:

@@ -30,6 +30,9 @@ def test_a_table_of_ours() -> None:
     assert runs.sources == ("web", "code")
     np.testing.assert_array_equal(runs.mixtures, [[0.25, 0.75], [1, 0]])
     assert {name: list(own) for name, own in runs.losses.items()} == {"web": [2.5, 2.0], "code": [1.0, 3.0]}
+    named = read_runs(["ours.csv"], "run", ["code", "web"])
+    assert named.sources == ("code", "web")
+    np.testing.assert_array_equal(named.mixtures, [[0.75, 0.25], [0, 1]])
 
 
 @pytest.mark.usefixtures("write")

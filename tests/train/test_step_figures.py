@@ -18,11 +18,12 @@ from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
 from quern.model.loss import IGNORE
 from quern.parallel.context.inputs import Inputs
+from quern.train.batches.held_out import open_held_out
 from quern.train.processes.ranks import Ranks
 from quern.train.step import by_rank, figures
 from quern.train.step.by_rank import RankFigures
 from quern.train.step.by_source import SourceLosses
-from quern.train.step.validation import Validator, open_held_out
+from quern.train.step.validation import Validator
 from support.distributed.ranks import run_ranks
 from support.train import run_case as case
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +26,9 @@ from quern.mixtures.laws.draw import draw
 from quern.train.config import TrainConfig
 from quern.train.swarm import run
 from quern.train.swarm.config import SwarmConfig
-from quern.train.swarm.plan import plan_swarm
+from quern.train.swarm.plan import plan_swarm, write_configs
 from support.programs import python
+from support.train import corpora
 from support.train import swarm_case as case
 
 
@@ -161,14 +164,14 @@ def test_a_run_that_fails_is_told_with_its_last_lines_and_the_others_go_on(tmp_p
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_after_a_validation_is_not_measured(tmp_path: Path, trainer: Path) -> None:
-    spec = case.write(tmp_path, runs=5)
+    spec = case.write(tmp_path)
     member = planned(spec).members[3]
     folder = Path(member.config.run_dir)
     folder.mkdir(parents=True)
     told = {"kind": "validation", "step": 3, "loss": 1.0, "sources": {"web": {"loss": 9.0}, "books": {"loss": 9.0}}}
     (folder / "metrics.jsonl").write_text(json.dumps(told) + "\n")
     assert run.losses(member) is None
-    assert len(said(spec)) == 5
+    assert len(said(spec)) == 8
     assert float(rows(tmp_path)[3]["loss:web"]) < 9.0
 
 
@@ -177,8 +180,12 @@ def test_a_run_without_a_finite_loss_is_no_row(tmp_path: Path, trainer: Path) ->
     spec = case.write(tmp_path)
     (tmp_path / "swarm").mkdir()
     (tmp_path / "swarm" / "nan-0003").touch()
-    with pytest.raises(QuernError, match="run 0003: its held-out losses are not those of run 0000, or not finite"):
-        said(spec)
+    for _ in range(2):
+        with pytest.raises(QuernError, match=r"run 0003 has no finite held-out loss of web .*swarm/runs/0003"):
+            said(spec)
+    (tmp_path / "swarm" / "nan-0003").unlink()
+    shutil.rmtree(tmp_path / "swarm" / "runs" / "0003")
+    assert said(spec) == ["run 0003: 8 of 8 measured"]
     trainer.write_text("pass")
     with pytest.raises(QuernError, match=r"run 0000 has no held-out loss after step 7"):
         said(spec, "overrides=[steps=7]", f"run_dir={tmp_path}/other")
@@ -187,11 +194,17 @@ def test_a_run_without_a_finite_loss_is_no_row(tmp_path: Path, trainer: Path) ->
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"runs": 4}, "runs: log-linear has 3 parameters for 2 sources; expected at least 5 runs, got 4"),
+        (
+            {"runs": 4},
+            "runs: log-linear has 3 parameters for 2 sources; expected runs of at least 5 different mixtures, got 2",
+        ),
         ({"overrides": ["run_dir=x"]}, "overrides: expected none of data and run_dir, which the swarm sets"),
         ({"overrides": ["data.0.weight=2"]}, "overrides: expected none of data and run_dir"),
         ({"overrides": ["checkpoint.store=s3://b/x"]}, "overrides: expected checkpoint.store=null"),
         ({"overrides": ["phases=[{first_step: 2, weights: [1, 2]}]"]}, "phases: expected none with weights"),
+        ({"overrides": ["steps=6", "parallel.tp=2"]}, "parallel.tp: expected 1, for each run is one process, got 2"),
+        ({"overrides": ["steps=1"]}, "schedule.warmup: expected at most steps (1), got 2"),
+        ({"overrides": ["steps=6", "seq_len=256"]}, "no source has held-out documents"),
         ({"steps": 600}, "large.yaml: max_epochs: 2,400 samples are planned, and the sources give"),
     ],
 )
@@ -202,12 +215,21 @@ def test_a_swarm_that_cannot_be_is_refused_before_a_run(tmp_path: Path, changes:
     assert not (tmp_path / "swarm").exists()
 
 
-def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_other_data_in_the_same_place_is_refused_once_a_run_has_begun(tmp_path: Path, trainer: Path) -> None:
     spec = case.write(tmp_path)
-    for name in ("web", "books"):
-        (tmp_path / "data" / "tokens" / f"{name}.val").rename(tmp_path / name)
-    with pytest.raises(InputError, match="no source has held-out documents"):
-        planned(spec)
+    write_configs(planned(spec, "overrides=[steps=8]"))
+    said(spec)  # no run had begun with another config
+    config = tmp_path / "swarm" / "configs" / "0002.yaml"
+    shutil.rmtree(tmp_path / "data")
+    rng = random.Random(6)
+    files = {name: corpora.make_shards(rng, [[40, 90, 7] * 12, [200] * 4]) for name in ("web", "books")}
+    held = {f"{name}.val": corpora.make_shards(rng, [[50] * 4]) for name in files}
+    corpora.write_run(tmp_path / "data", {**files, **held})
+    before = config.read_bytes()
+    with pytest.raises(InputError, match="with another config or other data"):
+        said(spec, "runs=9")
+    assert config.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -216,6 +238,10 @@ def test_another_swarm_in_the_same_folder_is_refused(tmp_path: Path, trainer: Pa
     said(spec)
     with pytest.raises(InputError, match=r"configs/0000.yaml: this run was begun with another config"):
         said(spec, "seed=1")
+    with open(tmp_path / "swarm" / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another process trains this swarm"):
+            said(spec)
     assert said(spec, "runs=9") == ["run 0008: 9 of 9 measured"]
 
 
@@ -232,30 +258,31 @@ def start(spec: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def written(swarm: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in swarm.glob("runs/*/metrics.jsonl"))
+
+
 @pytest.mark.long
 def test_a_swarm_that_is_killed_at_random_moments_gives_the_same_table(tmp_path: Path) -> None:
     """Real runs; SIGKILL and SIGTERM in turns. What a kill leaves running ends by itself."""
-    whole = case.write(tmp_path, runs=5, at_once=2, overrides=["steps=30"])
+    whole = case.write(tmp_path, at_once=2, overrides=["steps=30"])
     done = start(whole)
     assert done.wait(300) == 0, done.communicate()
     files = ("runs.csv", "fit.json", "proposal.yaml")
     before = {name: (tmp_path / "swarm" / name).read_bytes() for name in files}
     plain = yaml.safe_load(whole.read_text()) | {"run_dir": str(tmp_path / "again")}
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(plain))
-    draws, kills = random.Random(6), 0
-    while True:
+    kills = sorted(random.Random(6).sample(range(60), 4))  # by how many lines of metrics all runs have together
+    for number, lines in enumerate(kills):
         process = start(tmp_path / "again.yaml")
-        try:
-            assert process.wait(draws.uniform(1.0, 6.0) if kills < 8 else 300) == 0, process.communicate()
-            break
-        except subprocess.TimeoutExpired:
-            children = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGKILL if kills % 2 else signal.SIGTERM)
-            code = process.wait(60)
-            assert code == (-signal.SIGKILL if kills % 2 else 3)
-            kills += 1
-            _, alive = psutil.wait_procs(children, 20)
-            assert not alive
-        time.sleep(0.1)
-    assert kills >= 3
+        while process.poll() is None and written(tmp_path / "again") < lines:
+            time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL if number % 2 else signal.SIGTERM)
+        assert process.wait(60) == (-signal.SIGKILL if number % 2 else 3)
+        _, alive = psutil.wait_procs(children, 20)
+        assert not alive
+    done = start(tmp_path / "again.yaml")
+    assert done.wait(300) == 0, done.communicate()
     assert {name: (tmp_path / "again" / name).read_bytes() for name in files} == before

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quern.parallel.context.inputs import Inputs
+from quern.train.batches.held_out import open_held_out
 from quern.train.batches.loader import IGNORE
 from quern.train.processes.ranks import Ranks
-from quern.train.step.validation import TOGETHER, Validator, open_held_out
+from quern.train.step.validation import TOGETHER, Validator
 from support.train import run_case as case
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,13 +12,12 @@ from rich.text import Text
 
 from quern.cli.config.keys import keys_command
 from quern.cli.mix import documents, laws
+from quern.cli.mix.laws import number_table
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
-from quern.errors import InputError
 from quern.mixtures.recipe import OrderPlan
 from quern.mixtures.weighting import fresh_tokens, weigh
-from quern.train.batches.mixture import open_corpus, plan_mixture, sources_of
-from quern.train.config import TrainConfig
+from quern.train.batches.mixture import budget, open_corpus, plan_mixture, sources_of, with_sources
 from quern.train.init_from import load_train_config
 from quern.train.swarm.config import SwarmConfig
 from quern.words import counted, short
@@ -68,14 +66,11 @@ def weights(
     With --alpha 0 and --max-epochs this is UniMax: as even as the caps allow.
     """
     resolved = load_train_config(config, overrides or ())
-    if any(phase.weights is not None for phase in resolved.phases):
-        raise InputError(f"{config}: phases: expected none with weights of their own, which would stay what they are")
     corpus = open_corpus(resolved, keep=False)
     if max_epochs is not None:
-        resolved = _with(resolved, "max_epochs", [max_epochs] * len(resolved.data))
-    budget = plan_mixture(_with(resolved, "max_epochs", [math.inf] * len(resolved.data)), corpus).samples
-    found = weigh(sources_of(resolved, corpus), budget, alpha)
-    weighed = _with(resolved, "weight", found)
+        resolved = with_sources(resolved, "max_epochs", [max_epochs] * len(resolved.data))
+    found = weigh(sources_of(resolved, corpus), budget(resolved, corpus, config), alpha)
+    weighed = with_sources(resolved, "weight", found)
     plan = plan_mixture(weighed, corpus)
     section = [
         {"path": own.path} | ({"where": own.where} if own.where else {})
@@ -98,12 +93,6 @@ app.command()(documents.select)
 app.command()(laws.ablate)
 app.command()(laws.fit)
 app.command("keys")(keys_command(SwarmConfig))
-
-
-def _with(config: TrainConfig, key: str, values: Sequence[float]) -> TrainConfig:
-    """A config whose sources have other values of a key."""
-    data = [own.model_copy(update={key: value}) for own, value in zip(config.data, values, strict=True)]
-    return config.model_copy(update={"data": tuple(data)})
 
 
 def _print(plan: OrderPlan, console: Console) -> None:
@@ -130,7 +119,9 @@ def _print(plan: OrderPlan, console: Console) -> None:
 def _sources(plan: OrderPlan, shown: Callable[[str], str]) -> Table:
     """A row a source; ``shown`` breaks its name into lines."""
     weight = ["weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares
-    table = _table("source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail")
+    table = number_table(
+        "source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail", no_wrap=True
+    )
     for row in plan.sources:
         cells = [
             shown(plain(row.name)), short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
@@ -145,7 +136,7 @@ def _sources(plan: OrderPlan, shown: Callable[[str], str]) -> Table:
 
 
 def _print_phases(plan: OrderPlan, console: Console) -> None:
-    table = _table("phase", "from step", "to step", "batch", "samples")
+    table = number_table("phase", "from step", "to step", "batch", "samples", no_wrap=True)
     table.add_column("shares", overflow="fold", ratio=1)
     names = [row.name for row in plan.sources]
     for number, row in enumerate(plan.phases):
@@ -158,11 +149,3 @@ def _print_phases(plan: OrderPlan, console: Console) -> None:
         table.add_row(*map(Text, cells), style="" if reached else "dim")
     console.print(table)
     console.print()
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quern.mixtures.laws.tables import Runs
     from quern.train.swarm.plan import Swarm
 
-__all__ = ["ablate", "fit", "propose_mixture"]
+__all__ = ["ablate", "fit", "number_table", "propose_mixture"]
 
 
 @ended_by_signals()
@@ -45,9 +45,12 @@ def ablate(
     with json_stdout(json) as emit:
         swarm = plan_swarm(config)
         names = [source.name for source in swarm.sources]
+        if unmeasured := [name for name in names if name not in swarm.measured]:
+            told = f"warning: no loss is measured of {', '.join(unmeasured)}: no window of theirs is held out"
+            err_console().print(Text(plain(told), style="yellow"))
         if dry_run:
             emit([{"run": own.name, "shares": dict(zip(names, own.shares, strict=True))} for own in swarm.members])
-            table = _table("run", *names)
+            table = number_table("run", *names)
             for own in swarm.members:
                 table.add_row(own.name, *(f"{share:.2%}" for share in own.shares))
             if not json:
@@ -92,10 +95,9 @@ def fit(
         float, typer.Option(min=0.01, help="With --budget: how often a source is read at most.")
     ] = 4.0,
     kl: Annotated[float, typer.Option(min=0, help="Nats of loss that a nat of divergence from --tokens costs.")] = 0.0,
-    path: Annotated[str, typer.Option(help="Where a source's tokens are, in the data: section.")] = "RUN/tokens/{}",
     json: bool = JSON,
 ) -> None:
-    """Fit a law to the runs of TABLES, others' too, and print the mixture that it proposes as a data: section."""
+    """Fit a law to the runs of TABLES, others' too, and print the shares of the mixture that it proposes."""
     import numpy as np
 
     from quern.mixtures.laws.propose import Wish
@@ -105,8 +107,6 @@ def fit(
         raise InputError(f"tables: expected one, or one of shares and one of losses, got {len(tables)}")
     if budget is not None and tokens is None:
         raise InputError("--budget: expected together with --tokens")
-    if "{}" not in path:
-        raise InputError(f"--path: expected {{}} in the place of a source's name, got {path!r}")
     sizes = _mapping(tokens) if tokens is not None else {}
     if wrong := [name for name, size in sizes.items() if not (isinstance(size, int | float) and 0 < size < 1e300)]:
         raise InputError(f"--tokens: {wrong[0]}: expected a number above 0, got {sizes[wrong[0]]!r}")
@@ -125,13 +125,10 @@ def fit(
     wish = Wish(_weights(weights, runs), caps, prior, kl)
     with json_stdout(json) as emit:
         told, proposal, fits = _propose(form, runs, wish, tables[-1])
-        rows = [
-            {"path": path.replace("{}", name), "weight": round(float(share), 6), "max_epochs": max_epochs}
-            for name, share in zip(runs.sources, proposal.shares, strict=True)
-        ]
-        emit(told | {"data": rows})
+        emit(told)
         if not json:
-            _print(out_console(), runs, proposal, fits, wish, {"data": rows})
+            shares = dict(zip(runs.sources, (round(share, 6) for share in proposal.shares.tolist()), strict=True))
+            _print(out_console(), runs, proposal, fits, wish, {"shares": shares})
 
 
 def _mapping(given: str) -> dict[str, Any]:
@@ -167,7 +164,7 @@ def _propose(form: str, runs: Runs, wish: Wish, what: str) -> tuple[dict[str, An
 def _print(
     console: Console, runs: Runs, proposal: Proposal, fits: Mapping[str, Fit], wish: Wish, section: Mapping[str, Any]
 ) -> None:
-    laws = _table("loss", "weight", "left-out error", "explained", "rank", "predicted, 95 %")
+    laws = number_table("loss", "weight", "left-out error", "explained", "rank", "predicted, 95 %")
     for name, own in fits.items():
         figures = (
             f"{wish.weights[name]:.3g}",
@@ -181,7 +178,7 @@ def _print(
         laws.add_row("below token shares", "", "", "", "", _interval(proposal.gain))
     console.print(laws)
     console.print()
-    shares = _table("source", "tried", "at most", "proposed", *(["tokens"] if wish.prior is not None else []))
+    shares = number_table("source", "tried", "at most", "proposed", *(["tokens"] if wish.prior is not None else []))
     for place, name in enumerate(runs.sources):
         tried = runs.mixtures[:, place]
         cells = [f"{tried.min():.2%} to {tried.max():.2%}", f"{wish.caps[place]:.2%}", f"{proposal.shares[place]:.2%}"]
@@ -197,9 +194,10 @@ def _interval(value: tuple[float, float]) -> str:
     return f"{value[0]:.4f} ± {value[1]:.4f}"
 
 
-def _table(first: str, *numbers: str) -> Table:
+def number_table(first: str, *numbers: str, no_wrap: bool = False) -> Table:
+    """A table whose columns are numbers, but for the first."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first, overflow="fold")
     for name in numbers:
-        table.add_column(Text(plain(name)), justify="right")
+        table.add_column(Text(plain(name)), justify="right", no_wrap=no_wrap)
     return table

@@ -13,7 +13,7 @@ from quern.errors import InputError
 from quern.mixtures.laws.forms import FORMS, Floats, by_parameters, losses
 from quern.words import counted
 
-__all__ = ["Fit", "check_runs", "fit"]
+__all__ = ["Fit", "check_runs", "distinct", "fit"]
 
 _STARTS = (0.0, 0.5, 0.8, 0.95)
 """What a fit begins with for c, in least losses; for each of them t follows from a linear regression of ln(L - c)."""
@@ -23,7 +23,7 @@ _MOST_SLOPE = 50.0
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A form with the parameters that fit n runs best."""
+    """A form with the parameters that fit n runs best; runs of equal mixtures are one, with their mean loss."""
 
     form: str
     parameters: Floats
@@ -33,7 +33,7 @@ class Fit:
     sigma: float
     """Standard deviation of a run's loss around the law: the root of (squared residuals / degrees of freedom)."""
     freedom: int
-    """Runs without the number of parameters that are at no bound."""
+    """Different mixtures without the number of parameters that are at no bound."""
     without: Floats
     """[n, parameters] Parameters fitted to all runs but one; NaN where the others do not tell the sources apart."""
     left_out: Floats
@@ -74,23 +74,33 @@ def check_runs(form: str, mixtures: Floats, names: Sequence[str], what: str) -> 
     """Raise an InputError if mixtures [n, sources] are too few for a form, or do not tell the sources apart."""
     if form not in FORMS:
         raise InputError(f"form: expected {' or '.join(FORMS)}, got {form!r}")
-    count, sources = mixtures.shape
+    count, sources = len(distinct(mixtures)[0]), mixtures.shape[1]
     parameters = sources + (form == "log-linear")
     if count < parameters + 2:
         told = f"{counted(parameters, 'parameter')} for {counted(sources, 'source')}"
-        raise InputError(f"{what}: {form} has {told}; expected at least {parameters + 2} runs, got {count}")
+        raise InputError(
+            f"{what}: {form} has {told}; expected runs of at least {parameters + 2} different mixtures, got {count}"
+        )
     if np.linalg.matrix_rank(mixtures) < sources:
         never = [name for name, column in zip(names, mixtures.T, strict=True) if not column.any()]
         why = f"no run reads {', '.join(never)}" if never else "shares of some sources always go together"
         raise InputError(f"{what}: the mixtures do not tell {sources} sources apart: {why}; expected other mixtures")
 
 
+def distinct(mixtures: Floats) -> tuple[Floats, NDArray[np.intp]]:
+    """The different ones of mixtures [n, sources] in the order of their first runs: [different, sources]; and the place
+    of each run's among them, [n]. Shares that differ by less than 1e-9 are equal."""
+    _, first, place = np.unique(mixtures.round(9), axis=0, return_index=True, return_inverse=True)
+    return mixtures[np.sort(first)], np.argsort(np.argsort(first))[place.reshape(-1)]
+
+
 def fit(form: str, mixtures: Floats, measured: Floats, names: Sequence[str], what: str = "runs") -> Fit:
     """Fit ``form`` to mixtures [n, sources], rows of which add up to 1, and losses [n]; ``names``: of the sources.
 
-    The log-linear form is fitted from several deterministic starts, with 0 ≤ c and an analytic Jacobian; each law
-    without one run begins where that of all runs ends. Standard errors hold for independent noise of one size and a
-    law that is true; leave-one-out errors assume neither.
+    Runs of equal mixtures count as one, with the mean of their losses: a run of the same seed that is repeated tells
+    nothing new. The log-linear form is fitted from several deterministic starts, with 0 ≤ c and an analytic Jacobian;
+    each law without one run begins where that of all runs ends as well. Standard errors hold for independent noise of
+    one size and a law that is true; leave-one-out errors assume neither.
 
     Raises:
         InputError: there are too few runs, they do not tell the sources apart, or a loss is not above 0; ``what``
@@ -99,7 +109,9 @@ def fit(form: str, mixtures: Floats, measured: Floats, names: Sequence[str], wha
     check_runs(form, mixtures, names, what)
     if not np.isfinite(measured).all() or measured.min() <= 0:
         raise InputError(f"{what}: expected losses above 0, got {measured[~(measured > 0)][0]:g}")
-    best = _parameters(form, mixtures, measured, None)
+    mixtures, place = distinct(mixtures)
+    measured = np.bincount(place, measured) / np.bincount(place)
+    best = _parameters(form, mixtures, measured)
     count = len(measured)
     without = np.full((count, len(best)), np.nan)
     leverage = (np.linalg.qr(mixtures)[0] ** 2).sum(axis=1)
@@ -118,13 +130,13 @@ def fit(form: str, mixtures: Floats, measured: Floats, names: Sequence[str], wha
     return Fit(form, best, covariance, sigma, freedom, without, left_out, measured)
 
 
-def _parameters(form: str, mixtures: Floats, measured: Floats, start: Floats | None) -> Floats:
-    """The best, from ``start`` alone if it is given."""
+def _parameters(form: str, mixtures: Floats, measured: Floats, *more: Floats) -> Floats:
+    """The best from all starts; ``more``: further ones."""
     from scipy.optimize import least_squares
 
     if form == "linear":
         return np.asarray(np.linalg.lstsq(mixtures, measured, rcond=None)[0])
-    starts = [_start(mixtures, measured, share * measured.min()) for share in _STARTS] if start is None else [start]
+    starts = [_start(mixtures, measured, share * measured.min()) for share in _STARTS]
     low = np.array([0.0] + [-_MOST_SLOPE] * mixtures.shape[1])
     high = np.array([measured.max()] + [_MOST_SLOPE] * mixtures.shape[1])
     found = [
@@ -133,7 +145,7 @@ def _parameters(form: str, mixtures: Floats, measured: Floats, start: Floats | N
             lambda theta: by_parameters(form, theta, mixtures), bounds=(low, high),
             xtol=1e-12, ftol=1e-14, gtol=1e-12, max_nfev=500,
         )
-        for begin in starts
+        for begin in (*starts, *more)
     ]  # fmt: skip
     return np.asarray(min(found, key=lambda one: one.cost).x)
 

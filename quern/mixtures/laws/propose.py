@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quern.errors import InputError
-from quern.mixtures.laws.fit import Fit
+from quern.mixtures.laws.fit import Fit, distinct
 from quern.mixtures.laws.forms import FORMS, Floats, losses
 from quern.mixtures.laws.simplex import hull_distance, minimise
 
@@ -151,7 +151,7 @@ def _warnings(shares: Floats, tried: Floats, sources: Sequence[str], unique: boo
             f"the proposal is no average of mixtures that were tried: {outside:.1%} of it would have to move; its "
             "losses are extrapolated"
         )
-    for name, share, column in zip(sources, shares, tried.T, strict=True):
+    for name, share, column in zip(sources, shares, distinct(tried)[0].T, strict=True):
         if np.count_nonzero(column) == 1:
             yield f"{name}: one run alone reads it, which no leave-one-out error and no interval counts"
         if not column.min() - _NEAR <= share <= column.max() + _NEAR:

@@ -38,8 +38,8 @@ def read_runs(
     Args:
         paths: files; those that end in .parquet are Parquet, the others CSV.
         key: the column with a run's name, which is looked at where there are two tables.
-        sources: columns of shares; none: those that begin with :data:`SHARE`, else all of floats in the first of two
-            tables.
+        sources: columns of shares, with or without :data:`SHARE`; none: those that begin with it, else all of floats in
+            the first of two tables.
         families: the columns whose mean is a family's loss; none: each by itself that begins with :data:`LOSS`, else
             all of floats in the last of two tables.
 
@@ -56,7 +56,9 @@ def read_runs(
         if missing := [*sorted(set(runs) - set(others)), *sorted(set(others) - set(runs))]:
             raise InputError(f"{paths[0]} and {paths[-1]}: run {missing[0]} is in one alone; expected it in both")
         places = np.array([{run: place for place, run in enumerate(others)}[run] for run in runs])
-    named = list(sources) or _columns(first, SHARE, first is not last)
+    named = [SHARE + name if SHARE + name in first.column_names else name for name in sources] or _columns(
+        first, SHARE, first is not last
+    )
     tasks = dict(families or {name.removeprefix(LOSS): [name] for name in _columns(last, LOSS, first is not last)})
     if not named or not tasks:
         raise InputError(f"{paths[0]}: expected columns {SHARE}NAME and {LOSS}NAME, or a table of each kind")

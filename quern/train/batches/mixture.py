@@ -6,6 +6,7 @@ recipes, batch sizes and corpus versions change only by opening a phase.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from quern.train.history.ledger import latest_order, read_ledger
 
 __all__ = [
     "Mixture",
+    "budget",
     "carry_on",
     "open_corpus",
     "open_streams",
@@ -30,6 +32,7 @@ __all__ = [
     "plan_mixture",
     "source_names",
     "sources_of",
+    "with_sources",
 ]
 
 
@@ -114,6 +117,25 @@ def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPl
         sources_of(config, corpus), phases,
         seed=config.seed, seq_len=config.seq_len, global_batch=config.global_batch, steps=config.steps,
     )  # fmt: skip
+
+
+def with_sources(config: TrainConfig, key: str, values: Sequence[float]) -> TrainConfig:
+    """A config whose sources have other values of a key."""
+    data = [own.model_copy(update={key: value}) for own, value in zip(config.data, values, strict=True)]
+    return config.model_copy(update={"data": tuple(data)})
+
+
+def budget(config: TrainConfig, corpus: Corpus, what: str) -> int:
+    """How many samples the steps of a config read, whatever its weights and caps are.
+
+    Raises:
+        InputError: a phase has weights of its own, which would stay what they are; ``what`` names the config.
+    """
+    if any(phase.weights is not None for phase in config.phases):
+        raise InputError(f"{what}: phases: expected none with weights of their own, which would stay what they are")
+    ones = [1.0] * len(config.data)
+    free = with_sources(with_sources(config, "weight", ones), "max_epochs", [math.inf] * len(ones))
+    return plan_mixture(free, corpus).samples
 
 
 def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: int) -> Mixture:

@@ -2,76 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
 
-from quern import storage
-from quern.errors import InputError
 from quern.parallel.accumulation import Runner
 from quern.parallel.context.inputs import Sharing
-from quern.tokenize.shard_format import VERSION_FILE
-from quern.tokenize.shards import ShardReader
 from quern.train.batches.boundaries import open_boundaries
-from quern.train.batches.corpus import Corpus, NoWindowError, check_apart
+from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import to_device
+from quern.train.batches.held_out import held_out_names
 from quern.train.batches.loader import IGNORE, Loader, StepBatch
-from quern.train.batches.mixture import open_streams, source_names
 from quern.train.config import TrainConfig
 from quern.train.processes.ranks import Ranks
 
-__all__ = ["TOGETHER", "Validator", "open_held_out"]
+__all__ = ["TOGETHER", "Validator"]
 
 TOGETHER = 8
 """Micro-batches that a runner gets at a time, so that a pipeline's ranks work side by side, and gather their weights
 once for all of them; a stage holds the hidden states of so many."""
-
-
-_HELD_OUT = ".val"
-"""How the folder of a source's held-out documents ends, beside the source's own."""
-
-
-def open_held_out(config: TrainConfig, *, keep: bool = False, known: str | None = None) -> tuple[Corpus, ...]:
-    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window, of documents that
-    fulfil the source's ``where``, and the sets of ``validation.sets``. ``keep``, ``known``: see :func:`open_corpus`.
-
-    Raises:
-        InputError: a file of theirs is missing or is not what the corpus version says; a set is of another encoding
-            than the sources, is one of them, or has the name of one.
-    """
-    found = []
-    for source in config.data:
-        folder = source.path.rstrip("/") + _HELD_OUT
-        root, name = os.path.split(os.path.abspath(folder))
-        listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
-        if name in listed and ShardReader(folder).num_windows(config.seq_len):
-            with suppress(NoWindowError):
-                found.append(open_streams(config, [(folder, source.where)], keep=keep, known=known))
-    for one, other in combinations(found, 2):
-        if one.readers[0].path == other.readers[0].path and one.chosen[0] and other.chosen[0]:
-            check_apart(one.readers[0].path, (one.wheres[0], one.chosen[0]), (other.wheres[0], other.chosen[0]))
-    sources = [(source.path, source.where) for source in config.data]
-    for number, given in enumerate(config.validation.sets):
-        where = f"validation.sets.{number}"
-        if given.name in source_names(config):
-            raise InputError(f"{where}.name: expected another than those of the sources of data, got {given.name!r}")
-        try:
-            open_streams(config, [*sources, (given.path, None)], keep=keep, known=known)
-            found.append(Corpus([given.path], config.seq_len))
-        except InputError as error:
-            raise InputError(f"{where}.path: {error}") from None
-    opened = [corpus.readers[0].path for corpus in found]
-    sets = len(config.validation.sets)
-    for twice in (path for place, path in enumerate(opened) if place >= len(opened) - sets and path in opened[:place]):
-        raise InputError(f"validation.sets: {twice} is given twice, or is held out of a source; expected each set once")
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -116,11 +69,8 @@ class Validator:
     ) -> None:  # fmt: skip
         self._ranks = ranks
         self._inputs = partial(to_device, device=ranks.device, document_mask=config.document_mask, sharing=sharing)
-        folders = [(os.path.abspath(given.path) + _HELD_OUT, given.where) for given in config.data]
-        names = dict(zip(folders, source_names(config), strict=True))
-        sets = {os.path.abspath(given.path): given.name for given in config.validation.sets}
         self._sources = []
-        for corpus in held_out:
+        for corpus, (name, is_set) in zip(held_out, held_out_names(config, held_out), strict=True):
             (windows,) = corpus.windows
             wanted = min(windows, config.validation.windows or windows)
             order = _FromTheStart(windows, wanted, config.micro_batch * dp_size)
@@ -128,9 +78,7 @@ class Validator:
                 corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
                 document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
             )  # fmt: skip
-            path = os.path.abspath(corpus.readers[0].path)
-            name = sets.get(path) or names[path, corpus.wheres[0]]
-            self._sources.append(_Source(name, path in sets, loader, order.steps))
+            self._sources.append(_Source(name, is_set, loader, order.steps))
 
     def run(self, model: Runner) -> dict[str, Any]:
         """``loss`` (nats a target), ``tokens`` (targets) and the same by source (:func:`source_names`), and of the

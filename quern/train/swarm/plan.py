@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
 import numpy as np
 
 from quern import storage
-from quern.config import dump_yaml
+from quern.config import digest, dump_yaml
 from quern.errors import InputError
 from quern.mixtures.laws.draw import draw
 from quern.mixtures.laws.fit import check_runs
 from quern.mixtures.laws.forms import Floats
 from quern.mixtures.recipe import MixtureSource
 from quern.mixtures.weighting import even_weights, most_samples
-from quern.train.batches.mixture import open_corpus, plan_mixture, source_names, sources_of
+from quern.train.batches.assignment import check_divides
+from quern.train.batches.held_out import held_out_names, open_held_out
+from quern.train.batches.mixture import budget, open_corpus, sources_of, with_sources
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
+from quern.train.step.schedule import check_schedule
 from quern.train.swarm.config import SwarmConfig
 
 __all__ = ["Member", "Swarm", "plan_swarm", "write_configs"]
@@ -46,6 +48,10 @@ class Swarm:
     samples: int
     """Of the large run."""
     members: tuple[Member, ...]
+    measured: tuple[str, ...]
+    """Sources and sets whose losses are measured."""
+    data: str
+    """Digest of the tokens that the runs read and are measured with."""
 
     @property
     def prior(self) -> Floats:
@@ -77,54 +83,54 @@ def plan_swarm(config: SwarmConfig) -> Swarm:
         raise InputError("overrides: expected none of data and run_dir, which the swarm sets")
     if small.checkpoint.store is not None or small.checkpoint.local is not None:
         raise InputError("overrides: expected checkpoint.store=null and checkpoint.local=null: runs would share them")
-    if any(phase.weights is not None for phase in (*base.phases, *small.phases)):
-        raise InputError(f"{config.base}: phases: expected none with weights of their own")
-    pairs = zip(source_names(small), small.data, strict=True)
-    measured = [name for name, own in pairs if os.path.isdir(own.path.rstrip("/") + ".val")]
-    measured += [own.name for own in small.validation.sets]
+    check_schedule(small.steps, small.schedule)
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
+        if (size := getattr(small.parallel, axis)) not in (1, None):
+            raise InputError(f"parallel.{axis}: expected 1, for each run is one process, got {size}")
+    for batch in (small.global_batch, *(phase.global_batch for phase in small.phases)):
+        if batch is not None and (problem := check_divides(batch, 1, small.micro_batch)):
+            raise InputError(problem)
+    held_out = open_held_out(small)
+    measured = [name for name, _ in held_out_names(small, held_out)]
     if not measured:
         raise InputError(f"{config.base}: no source has held-out documents, nor are there validation.sets")
     if wrong := [name for name in config.weights or () if name not in measured]:
         raise InputError(f"weights: {wrong[0]!r}: expected one of {', '.join(measured)}")
-    large, samples = _budget(base)
+    corpora = [open_corpus(own, keep=False) for own in (base, small)]
+    large, own = (sources_of(one, corpus) for one, corpus in zip((base, small), corpora, strict=True))
+    samples, total = (budget(one, corpus, config.base) for one, corpus in zip((base, small), corpora, strict=True))
     if (most := sum(most_samples(large))) < samples:
         raise InputError(f"{config.base}: max_epochs: {samples:,} samples are planned, and the sources give {most:,}")
-    own, total = _budget(small)
     limits, sizes = most_samples(own), [source.tokens for source in own]
     members, width = [], max(4, len(str(config.runs - 1)))
     for number in range(config.runs):
         drawn = draw(sizes, limits, total, number, config.seed, config.draw.strength, config.draw.min_share)
-        data = [one.model_copy(update={"weight": float(own)}) for one, own in zip(small.data, drawn, strict=True)]
         name = f"{number:0{width}}"
         changes = {
-            "data": tuple(data), "seed": config.seed, "run_dir": storage.join(config.run_dir, "runs", name),
+            "seed": config.seed, "run_dir": storage.join(config.run_dir, "runs", name),
             "metrics": small.metrics.model_copy(update={"live": False}),
         }  # fmt: skip
-        members.append(Member(name, small.model_copy(update=changes), tuple(own / total for own in drawn)))
+        weighed = with_sources(small, "weight", [float(part) for part in drawn]).model_copy(update=changes)
+        members.append(Member(name, weighed, tuple(part / total for part in drawn)))
     tried = np.array([member.shares for member in members])
     check_runs(config.form, tried, [source.name for source in own], "runs")
-    return Swarm(config, base, tuple(large), samples, tuple(members))
-
-
-def _budget(config: TrainConfig) -> tuple[list[MixtureSource], int]:
-    """The sources, and how many samples a config reads."""
-    corpus = open_corpus(config, keep=False)
-    free = tuple(own.model_copy(update={"max_epochs": math.inf, "weight": 1.0}) for own in config.data)
-    return sources_of(config, corpus), plan_mixture(config.model_copy(update={"data": free}), corpus).samples
+    data = [corpora[1].fingerprint, *(corpus.fingerprint for corpus in held_out)]
+    return Swarm(config, base, tuple(large), samples, tuple(members), tuple(measured), digest(data))
 
 
 def write_configs(swarm: Swarm) -> list[str]:
-    """Write the config of every run; return their paths.
+    """Write the config of every run, below a line with the digest of its data; return their paths.
 
     Raises:
-        InputError: one is there and says something else.
+        InputError: a run has begun, and its config is there and says something else.
     """
     paths = []
     for member in swarm.members:
-        path, text = storage.join(swarm.config.run_dir, "configs", f"{member.name}.yaml"), dump_yaml(member.config)
-        if not os.path.exists(path):
-            storage.publish_bytes(path, text.encode())
-        elif storage.read_bytes(path) != text.encode():
-            raise InputError(f"{path}: this run was begun with another config; expected the same, or another run_dir")
+        path = storage.join(swarm.config.run_dir, "configs", f"{member.name}.yaml")
+        text = f"# data {swarm.data}\n{dump_yaml(member.config)}".encode()
+        if os.path.exists(member.config.run_dir) and os.path.exists(path) and storage.read_bytes(path) != text:
+            told = "this run was begun with another config or other data; expected the same, or another run_dir"
+            raise InputError(f"{path}: {told}")
+        storage.publish_bytes(path, text)
         paths.append(path)
     return paths

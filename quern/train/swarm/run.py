@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from quern import storage
 from quern.config import digest
@@ -22,8 +23,8 @@ from quern.train.swarm.plan import Member, Swarm, write_configs
 
 __all__ = ["losses", "run_swarm"]
 
-_Child = tuple[Member, int, launch.Worker]
-"""A run, its place among those at once, and its process."""
+_Child = tuple[Member, int, launch.Worker, int]
+"""A run, its place among those at once, its process, and the bytes that its log had before."""
 _LAST = 5
 """Lines that are told of a run that failed."""
 
@@ -38,6 +39,25 @@ def run_swarm(swarm: Swarm, say: Callable[[str], None]) -> str:
     """
     if "RANK" in os.environ:
         raise InputError("quern mix ablate: expected without a launcher: it starts a process for every run")
+    with _alone(swarm.config.run_dir):
+        return _run(swarm, say)
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[None]:
+    """Hold the lock of a swarm; where the file system has no locks, none is held."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".lock"), "w", opener=storage.open_own) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another process trains this swarm; expected one at a time") from None
+        except OSError:
+            pass
+        yield
+
+
+def _run(swarm: Swarm, say: Callable[[str], None]) -> str:
     failed = _train(swarm, dict(zip(swarm.members, write_configs(swarm), strict=True)), say)
     if failed:
         told = "\n".join(failed[member.name] for member in swarm.members if member.name in failed)
@@ -46,18 +66,15 @@ def run_swarm(swarm: Swarm, say: Callable[[str], None]) -> str:
             f"again\n{told}"
         )
     found = {member: losses(member) or {} for member in swarm.members}
-    names = list(found[swarm.members[0]])
-    if odd := [member.name for member, own in found.items() if list(own) != names or not names]:
-        raise QuernError(
-            f"run {odd[0]}: its held-out losses are not those of run {swarm.members[0].name}, or not finite"
-        )
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     sources = [SHARE + source.name for source in swarm.sources]
-    writer.writerow(["run", "seed", "config", *sources, *(LOSS + name for name in names)])
+    writer.writerow(["run", "seed", "config", *sources, *(LOSS + name for name in sorted(swarm.measured))])
     for member, own in found.items():
         config = digest(member.config.model_dump(mode="json", exclude={"run_dir"}))
-        writer.writerow([member.name, member.config.seed, config, *member.shares, *own.values()])
+        writer.writerow(
+            [member.name, member.config.seed, config, *member.shares, *(own[name] for name in sorted(swarm.measured))]
+        )
     path = storage.join(swarm.config.run_dir, "runs.csv")
     storage.publish_bytes(path, file.getvalue().encode())
     return path
@@ -72,52 +89,68 @@ def losses(member: Member) -> Mapping[str, float] | None:
 def _train(swarm: Swarm, configs: Mapping[Member, str], say: Callable[[str], None]) -> dict[str, str]:
     """Start what is not measured, ``at_once`` at a time; what was wrong, by the name of a run."""
     waiting = [member for member in swarm.members if losses(member) is None]
-    done, failed, children = len(swarm.members) - len(waiting), dict[str, str](), list[_Child]()
+    ended = [member for member in swarm.members if member not in waiting]
+    failed = {member.name: told for member in ended if (told := _not_finite(swarm, member))}
+    done, children = len(ended) - len(failed), list[_Child]()
+    for told in failed.values():
+        say(told)
     free = list(range(swarm.config.at_once))
     pipe, ours = os.pipe()  # children end with this process, however it ends
     try:
         while waiting or children:
             while waiting and free:
                 member, slot = waiting.pop(0), free.pop(0)
-                children.append((member, slot, _start(swarm, configs[member], member, slot, pipe)))
+                children.append((member, slot, *_start(swarm, configs[member], member, slot, pipe)))
             for child in [child for child in children if child[2].poll() is not None]:
                 children.remove(child)
-                member, slot, worker = child
+                member, slot, worker, begun = child
                 free.append(slot)
-                if worker.returncode == 0 and losses(member) is not None:
+                if worker.returncode == 0 and losses(member) is not None and not _not_finite(swarm, member):
                     done += 1
                     say(f"run {member.name}: {done} of {len(swarm.members)} measured")
                 else:
-                    failed[member.name] = _why(swarm, member, worker.returncode)
+                    failed[member.name] = _not_finite(swarm, member) or _why(swarm, member, worker.returncode, begun)
                     say(failed[member.name].splitlines()[0])
             time.sleep(0.05)
     finally:
-        _end([worker for _, _, worker in children])
+        _end([worker for _, _, worker, _ in children])
         os.close(pipe)
         os.close(ours)
     return failed
 
 
-def _start(swarm: Swarm, config: str, member: Member, slot: int, pipe: int) -> launch.Worker:
+def _start(swarm: Swarm, config: str, member: Member, slot: int, pipe: int) -> tuple[launch.Worker, int]:
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // swarm.config.at_once))
     environment = {**os.environ, launch.PIPE: str(pipe), "OMP_NUM_THREADS": threads}
     if gpus := swarm.config.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     os.makedirs(os.path.dirname(_log(swarm, member)), exist_ok=True)
     with open(_log(swarm, member), "ab") as log:
-        return subprocess.Popen(
+        begun = log.tell()
+        worker = subprocess.Popen(
             module("quern.train", config), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=[pipe],
         )  # fmt: skip
+        return worker, begun
 
 
 def _log(swarm: Swarm, member: Member) -> str:
     return storage.join(swarm.config.run_dir, "logs", f"{member.name}.log")
 
 
-def _why(swarm: Swarm, member: Member, code: int) -> str:
-    with open(_log(swarm, member), errors="replace") as file:
-        lines = [line.rstrip() for line in file if line.strip()][-_LAST:]
+def _not_finite(swarm: Swarm, member: Member) -> str | None:
+    """What to say of a run that has ended without a finite loss of a source."""
+    missing = [name for name in swarm.measured if name not in (losses(member) or swarm.measured)]
+    if not missing:
+        return None
+    told = f"run {member.name} has no finite held-out loss of {', '.join(missing)} after its last step"
+    return f"{told} ({member.config.run_dir}); remove this folder to train it again"
+
+
+def _why(swarm: Swarm, member: Member, code: int, begun: int) -> str:
+    with open(_log(swarm, member), "rb") as file:
+        file.seek(begun)
+        lines = [line.decode(errors="replace").rstrip() for line in file if line.strip()][-_LAST:]
     if code == 0:
         how = f"has no held-out loss after step {member.config.steps:,}"
     else:
