@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
@@ -24,7 +17,8 @@ from quern.train.config.experts import ExpertsConfig, OwnUpdateConfig
 from quern.train.config.float8 import Float8Config
 from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
-from quern.train.config.numbers import Count, NonNegative, Weight
+from quern.train.config.mixture import DataConfig, PhaseConfig, check_phases, check_sources, placed
+from quern.train.config.numbers import Count, NonNegative
 from quern.train.config.parallel import ParallelConfig
 from quern.train.config.supervision import ReplicasConfig
 from quern.train.config.watchdog import WatchdogConfig
@@ -38,56 +32,6 @@ __all__ = [
 
 _MOST_BETA = 257 / 258
 """Above it a moment in BF16, rounded to nearest, comes to a stop."""
-
-
-class DataConfig(Section):
-    """One source of the mixture."""
-
-    later: ClassVar[Mapping[str, Any]] = {"where": None}
-
-    path: str
-    """``RUN/tokens/<source>`` of a data run. Example: runs/first/tokens/web"""
-    where: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
-    """A condition on the columns of a document's verdict, in SQL: only documents that fulfil it are read, laid end to
-    end; null = all of them. The same path may be given more than once, with conditions of which a document fulfils one
-    at most. Example: language = 'de' and language_score >= 0.9 and cluster_size < 100"""
-    weight: Weight = 1.0
-    """[relative] Share of tokens, relative to the other sources' weights."""
-    max_epochs: Annotated[float, Field(gt=0)] = 4.0
-    """[epochs] A plan that would read the source more often is refused (Muennighoff et al. 2023: 4 epochs cost
-    little)."""
-    accept_version: Count | None = None
-    """The corpus version with which a run may be resumed when it is not the one it began with; starts a phase. Example:
-    2"""
-
-
-class PhaseConfig(Section):
-    """A change of recipe or batch size at a data step, given by ``first_step`` or ``first_tokens``."""
-
-    later: ClassVar[Mapping[str, Any]] = {"first_tokens": None}
-
-    first_step: Count | None = None
-    """[steps] Data step from which the phase holds (data steps and model steps differ only by skipped data). Example:
-    20000"""
-    first_tokens: Annotated[float, Field(gt=0)] | None = None
-    """[tokens] The phase holds from the first data step before which so many tokens have been read. Example: 2e9"""
-    weights: tuple[Weight, ...] | None = None
-    """[relative] A weight for each entry of ``data``; null = unchanged. Example: [0.7, 0.3]"""
-    global_batch: Count | None = None
-    """[sequences] Sequences per step; null = unchanged. Example: 1024"""
-
-    @model_serializer(mode="wrap")
-    def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With what was given of the two."""
-        plain: dict[str, Any] = handler(self)
-        plain.pop("first_step" if self.first_tokens else "first_tokens")
-        return plain
-
-    @property
-    def start(self) -> int:
-        """``first_step``, which a checked config has of every phase."""
-        assert self.first_step is not None
-        return self.first_step
 
 
 class OptimizerConfig(Section):
@@ -324,44 +268,11 @@ class TrainConfig(Section):
                 return value
         raise ValueError(f"expected a command with its arguments, quoted as for a shell, got {value!r}")
 
-    def _placed(self) -> Iterator[PhaseConfig]:
-        """The phases, with the first step of each."""
-        step, tokens, batch = 0, 0, self.global_batch  # tokens read before the step, of so many sequences from it on
-        for number, phase in enumerate(self.phases):
-            first = phase.first_step
-            if phase.first_tokens is not None:
-                left = math.ceil(phase.first_tokens) - tokens
-                found = step + max(0, -(-left // (batch * self.seq_len)))
-                if first not in (None, found):
-                    told = f"first_tokens {phase.first_tokens:,.0f} is data step {found}"
-                    raise ValueError(f"phases.{number}: {told}, and first_step {first}; expected one of the two")
-                first = found
-            if first is None:
-                raise ValueError(f"phases.{number}: expected first_step or first_tokens, got neither")
-            tokens, step = tokens + (first - step) * batch * self.seq_len, first
-            batch = phase.global_batch or batch
-            yield phase.model_copy(update={"first_step": first})
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        wholes = [(source.path.rstrip("/"), source.where) for source in self.data]
-        paths = [path for path, _ in wholes]
-        for path in {path for path, where in wholes if where is None or wholes.count((path, where)) > 1}:
-            if paths.count(path) > 1:
-                raise ValueError(
-                    f"data: {path!r} is given twice; expected one entry a source, or in each another where"
-                )
-        if not any(source.weight > 0 for source in self.data):
-            raise ValueError("data: expected a weight above 0")
-        last = 0
-        object.__setattr__(self, "phases", tuple(self._placed()))
-        for number, phase in enumerate(self.phases):
-            if phase.start <= last:
-                raise ValueError(f"phases.{number}.first_step: expected more than {last}, got {phase.start}")
-            if phase.weights is not None and len(phase.weights) != len(self.data):
-                got, wanted = len(phase.weights), len(self.data)
-                raise ValueError(f"phases.{number}.weights: expected {wanted} weights, one a source, got {got}")
-            last = phase.start
+        check_sources(self.data)
+        object.__setattr__(self, "phases", tuple(placed(self.phases, self.global_batch, self.seq_len)))
+        check_phases(self.phases, len(self.data))
         if self.forensics.steps and max(self.forensics.steps) >= self.steps:
             most = max(self.forensics.steps)
             raise ValueError(f"forensics.steps: expected steps below {self.steps} (steps), got {most}")
