@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quern.errors import InputError
 from quern.mixtures.order import Order
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
+from quern.train.batches.held_out import open_held_out
 from quern.train.batches.loader import IGNORE, Loader
+from quern.train.config import TrainConfig
 from support.train.chosen_site import Site, write_site
 
 WHERES = {
@@ -65,3 +68,20 @@ def test_every_window_holds_the_chosen_documents(site: Site, tmp_path: Path, doc
     for source, (tokens, _) in enumerate(wholes):
         assert {(0, window) for window in range((len(tokens) - 1) // LENGTH)} <= seen[source]
     loader.close()
+
+
+def test_held_out_documents_are_those_of_each_condition(tmp_path: Path) -> None:
+    site = write_site(tmp_path, held_out=(4, 9, 40, 3, 11, 4))
+
+    def held_out(*wheres: str) -> list[int]:
+        data = [{"path": site.path, "where": where} for where in wheres]
+        config = TrainConfig.model_validate({
+            "run_dir": str(tmp_path / "train"), "data": data, "model": {"preset": "debug"}, "seq_len": 8, "steps": 3,
+        })  # fmt: skip
+        return [corpus.tokens[0] for corpus in open_held_out(config)]
+
+    assert held_out("tokens <= 4", "tokens > 4") == [11, 60]
+    assert held_out("tokens <= 3", "tokens > 4") == [60]  # 3 tokens are no window
+    assert held_out("language = 'de'", "language = 'en'") == []
+    with pytest.raises(InputError, match=r"web\.val: where: .* both choose the document at token 13;"):
+        held_out("tokens <= 4 or tokens = 40", "tokens between 5 and 40")  # apart but for one that is held out

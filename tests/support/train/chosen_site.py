@@ -37,11 +37,13 @@ class Site:
         return [at for row in self.rows if fulfils(row) for at in range(row["start"], row["start"] + row["tokens"])]
 
 
-def write_site(folder: Path) -> Site:
+def write_site(folder: Path, held_out: tuple[int, ...] = ()) -> Site:
+    """``held_out``: tokens of each held-out document; they have no language."""
     draw = random.Random(5)
     shards = [[Doc(tuple(draw.choices(range(250), k=draw.randint(1, 12)))) for _ in range(count)]
               for count in (30, 1, 40)]  # fmt: skip
-    (path,) = write_run(folder / "run", {"web": shards})
+    val = {"web.val": [[Doc((7,) * length) for length in held_out]]} if held_out else {}
+    path = write_run(folder / "run", {"web": shards, **val})[0]
     rows, start = [], 0
     for number, shard in enumerate(shards):
         for index, doc in enumerate(shard):
@@ -64,6 +66,10 @@ def write_site(folder: Path) -> Site:
     for name, part in (("one", [*shuffled[:half], *dropped]), ("two", shuffled[half:])):
         schema = verdict_schema(["words"] if name == "one" else [])  # a column that not every file has
         pq.write_table(pa.Table.from_pylist(part, schema), verdicts / f"{name}.parquet")
+    if held_out:
+        told = [{"doc_id": hashlib.md5(f"web.val.0.{n}".encode()).digest(), "source": "web", "source_file": "v",
+                 "failed_rules": []} for n in range(len(held_out))]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(told, verdict_schema([])), verdicts / "three.parquet")
     clusters = [(rows[3], b"A"), (rows[4], b"B"), (rows[9], b"B"), (rows[8], b"A"), (rows[20], b"A")]
     sizes = {b"A": 3 + 2, b"B": 2}
     for row, cluster in clusters:
