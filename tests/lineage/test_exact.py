@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.lineage.exposure import clean, exposures
+from quern.lineage.exposure import Tally, clean, exposures, walk
+from quern.lineage.selection import select
 from quern.lineage.steps import read_step
 from quern.lineage.store import IndexedRun
 from quern.lineage.training import TrainingRun
@@ -266,3 +267,25 @@ def test_a_choice_that_cannot_be_read_leaves_its_source_unknown(case: Case, tmp_
     read = [ids[a][s] != lost for a, s in zip(before.attempts.tolist(), before.sources.tolist(), strict=True)]
     assert 0 < sum(read) == len(after) < len(before)
     assert Counter(Rows.of(after, lineage, run)) == Counter(Rows.of(before.take(np.array(read)), lineage, whole))
+
+
+def test_documents_are_told_where_they_stand_in_their_source(case: Case) -> None:
+    run, lineage, _ = everything(case.moments[-1], case)
+    read = read_step(run, run.reached - 1)
+    spans = lineage.spans_of(read.documents.numbers)
+    assert spans.numbers.tolist() == read.documents.numbers.tolist()
+    assert spans.starts.tolist() == read.documents.starts.tolist()
+    assert spans.lengths.tolist() == read.documents.lengths.tolist()
+
+
+def test_documents_that_no_condition_chooses_are_counted(case: Case) -> None:
+    run, lineage, _ = everything(case.moments[-1], case)
+    chosen = any(" where " in name for name in case.corpus.streams)
+    tally = Tally(run)
+    for _ in walk(run, [select(lineage, np.arange(lineage.num_documents))], tally):
+        pass
+    whole = [own for own in lineage.streams if own.name in ("crawl", "notes")] if chosen else []
+    read = [name for name in case.corpus.streams if " where " in name and not name.split()[0].endswith(".val")]
+    kept = sum(len(case.corpus.streams[name].doc_ids) for name in read)
+    assert tally.not_chosen == sum(own.num_spans for own in whole) - kept
+    assert (tally.not_chosen > 0) == chosen

@@ -20,10 +20,11 @@ from quern.train.checkpoint.format.manifest import FileRecord, read_manifest, sh
 from quern.train.checkpoint.store.owner import Owner, hold, read_owner
 from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.upload import Failed, Uploader
-from quern.train.config import TrainConfig
+from quern.train.config import DataConfig, TrainConfig
 from quern.train.fork import fork
 from quern.train.history.consumers import read_consumers
 from support.train import run_case as case
+from support.train.chosen_site import write_site
 
 pytestmark = pytest.mark.slow
 NAME = "step_{:08d}".format
@@ -257,3 +258,18 @@ def test_a_store_of_a_version_without_owners_is_taken(data, tmp_path):
     assert case.live(case.settings(tmp_path / "run", data[1], **settings)).complete
     said = json.loads((tmp_path / "store" / "owner.json").read_text())
     assert said["folder"] == str(tmp_path / "run")
+
+
+def test_a_fork_reads_what_the_conditions_of_its_trunk_chose(tmp_path):
+    """Also where the run's tables say otherwise by now."""
+    site = write_site(tmp_path)
+    source = DataConfig(path=site.path, where="cluster_size = 1", max_epochs=1000)
+    settings = case.settings(tmp_path / "trunk", [site.path], checkpoint={"interval": 3})
+    case.live(settings.model_copy(update={"data": (source,), "phases": ()}))
+    (site.run / "duplicates" / "clusters.parquet").unlink()
+    fork(str(tmp_path / "trunk"), 3, str(tmp_path / "new"))
+    assert {path.name for path in (tmp_path / "new" / "chosen").glob("*.chosen")} == {
+        path.name for path in (tmp_path / "trunk" / "chosen").glob("*.chosen")
+    }
+    go_on(tmp_path / "new")
+    assert TrainingRun(str(tmp_path / "new")).order.ids == TrainingRun(str(tmp_path / "trunk")).order.ids
