@@ -179,3 +179,12 @@ def test_a_corpus_of_conditions_on_one_source(site: Site, tmp_path: Path) -> Non
         Corpus(both, 8, ["tokens <= 4", None], folder)
     with pytest.raises(NoWindowError, match="has 0 tokens where tokens > 99; seq_len 8 needs 9 or more"):
         Corpus([site.path], 8, ["tokens > 99"], folder)
+
+
+def test_without_the_look_at_the_syntax_no_other_file_is_read(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quern.tokenize.selection.where.check_condition", lambda *_: None)
+    (tmp_path / "secret.txt").write_text("x")
+    with pytest.raises(InputError, match=r"tokens/web: where: .*disabled"):
+        site.choose(f"(select count(*) from read_text('{tmp_path}/secret.txt')) = 1", tmp_path / "chosen")
