@@ -82,7 +82,7 @@ def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int) -> It
 
 
 def check_sources(data: Sequence[DataConfig]) -> None:
-    """Raises ValueError where a path is given twice without conditions that tell them apart, or no source has weight."""
+    """Raises ValueError where a path is given twice and no conditions tell them apart, or no source has weight."""
     wholes = [(source.path.rstrip("/"), source.where) for source in data]
     paths = [path for path, _ in wholes]
     for path in {path for path, where in wholes if where is None or wholes.count((path, where)) > 1}:
