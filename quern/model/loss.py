@@ -22,7 +22,7 @@ from quern.model import loss_kernels
 from quern.model.float8.accumulate import add_product
 from quern.model.float8.linear import Kept
 
-__all__ = ["IGNORE", "Split", "chunked_cross_entropy"]
+__all__ = ["IGNORE", "Split", "by_token", "chunked_cross_entropy"]
 
 IGNORE = -100
 """A target that does not count."""
@@ -53,6 +53,7 @@ def chunked_cross_entropy(
     split: Split | None = None,
     compiler: str | None = None,
     kept: Kept | None = None,
+    weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of -log softmax(h Wᵀ)[target] + ``z_loss`` · log²Z, and each token's first term.
 
@@ -68,7 +69,8 @@ def chunked_cross_entropy(
     reads a chunk's logits, the other overwrites them with their gradient, in the dtype in which the product gave them.
 
     ``kept``: the weight in the dtype of ``h_ND``, which then is not cast, and what the weight's gradient is added to in
-    place of being returned, if it has a total.
+    place of being returned, if it has a total. ``weights_N``: by what each token's part in the sum is multiplied, None
+    = 1; no gradient goes to them.
 
     Returns ``(loss_sum, nll_N)``: a scalar with gradient, and detached values, 0 where the target is ignored. Only the
     gradients that are asked for are computed; double backward is an error.
@@ -78,8 +80,13 @@ def chunked_cross_entropy(
     grad = torch.is_grad_enabled()
     wanted = (grad and h_ND.requires_grad, grad and weight_VD.requires_grad)
     softmax = _Softmax(vocab_size, z_loss, any(wanted), split, compiler)
-    loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, softmax, chunk, wanted, kept)
+    loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, softmax, chunk, wanted, kept, weights_N)
     return loss_sum, nll_N
+
+
+def by_token(weights_B: Tensor | None, targets_BL: Tensor) -> Tensor | None:
+    """[B · L]: the weight of each token's row; None where rows have none."""
+    return None if weights_B is None else weights_B.repeat_interleave(targets_BL.shape[1])
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -93,6 +100,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         wanted: tuple[bool, bool],
         kept: Kept | None,
+        weights_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(h_ND.dtype, torch.float32)
         w_VD = weight_VD.to(h_ND.dtype) if kept is None else kept.factor
@@ -105,6 +113,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             nll_N[part], log_z_N[part], p_CV = softmax(h_ND[part] @ w_VD.T, targets_N[part])
             if p_CV is None:
                 continue
+            if weights_N is not None:
+                p_CV *= weights_N[part, None].to(p_CV.dtype)
             g_CV = p_CV.to(h_ND.dtype)
             if dh_ND is not None:
                 torch.mm(g_CV, w_VD, out=dh_ND[part])
@@ -113,7 +123,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(dh_ND, dw_VD)  # not attributes: activation checkpointing must be able to drop them
         ctx.weight_dtype, ctx.total_VD = weight_VD.dtype, None if kept is None else kept.total_OK
         ctx.mark_non_differentiable(nll_N)
-        return nll_N.sum() + softmax.z_loss * log_z_N.square().sum() if softmax.z_loss else nll_N.sum(), nll_N
+        parts = [nll_N, log_z_N.square()] if softmax.z_loss else [nll_N]
+        if weights_N is not None:
+            parts = [part_N * weights_N.to(compute) for part_N in parts]
+        sums = [part_N.sum() for part_N in parts]
+        return sums[0] + softmax.z_loss * sums[1] if softmax.z_loss else sums[0], nll_N
 
     @staticmethod
     @once_differentiable
@@ -123,7 +137,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if dw_VD is not None and ctx.total_VD is not None:
             ctx.total_VD.addcmul_(dw_VD, d_loss)
         dw_VD = None if dw_VD is None or ctx.total_VD is not None else (dw_VD * d_loss).to(ctx.weight_dtype)
-        return dh_ND, dw_VD, None, None, None, None, None
+        return dh_ND, dw_VD, None, None, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from quern.model.attention import BACKENDS, Documents, attend, attention_mask
 from quern.model.config import ModelShape
 from quern.model.float8.linear import Kept, apply_linear
 from quern.model.float8.recipe import Recipe
-from quern.model.loss import chunked_cross_entropy
+from quern.model.loss import by_token, chunked_cross_entropy
 from quern.model.moe.layer import MoE
 from quern.model.rope import Rotation, rotate, rotation
 
@@ -197,6 +197,7 @@ class Transformer(nn.Module):
         positions_BL: Tensor | None = None,
         documents: Documents | None = None,
         hidden_BLD: Tensor | None = None,
+        weights_B: Tensor | None = None,
     ) -> Any:
         """Logits [B, L, vocab_size] in at least float32, or with targets ``(loss_sum, nll_BL)``.
 
@@ -204,7 +205,8 @@ class Transformer(nn.Module):
         sum over targets, in nats, not their mean; ``nll_BL`` is detached, 0 where there is no target.
         ``positions_BL`` holds integers in [0, L), None = 0 … L - 1 in every row. Without ``documents`` a token attends
         to all tokens before it in its row. ``hidden_BLD`` is what the stretch before gave, None for the first one; a
-        stretch that is not the last gives the same to the next.
+        stretch that is not the last gives the same to the next. ``weights_B``: by what each row's part in ``loss_sum``
+        is multiplied, None = 1.
 
         Raises ValueError where the attention backend does not run on this device.
         """
@@ -221,7 +223,7 @@ class Transformer(nn.Module):
         if self.before_use is not None:
             self.before_use(self.norm)
         x_BLD = self.norm(x_BLD)
-        return self.logits(x_BLD) if targets_BL is None else self.loss(x_BLD, targets_BL)
+        return self.logits(x_BLD) if targets_BL is None else self.loss(x_BLD, targets_BL, weights_B)
 
     def rotation_and_mask(
         self, tokens_BL: Tensor, x_BLD: Tensor, positions_BL: Tensor | None, documents: Documents | None
@@ -237,7 +239,7 @@ class Transformer(nn.Module):
         x_BLD: Tensor = self.embed(tokens_BL)
         return x_BLD.to(self.compute_dtype or x_BLD.dtype)
 
-    def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x_BLD: Tensor, targets_BL: Tensor, weights_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``(loss_sum, nll_BL)`` of hidden states after the last norm; a split of the vocabulary replaces it."""
         cross_entropy = partial(
             chunked_cross_entropy,
@@ -247,6 +249,7 @@ class Transformer(nn.Module):
             z_loss=self.z_loss,
             compiler=self.loss_compiler,
             kept=self.output_weight,
+            weights_N=by_token(weights_B, targets_BL),
         )
         loss_sum, nll_N = self.with_output_weight(x_BLD.flatten(0, 1), cross_entropy)
         return loss_sum, nll_N.view(targets_BL.shape)

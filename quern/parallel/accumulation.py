@@ -27,8 +27,8 @@ class Runner(Protocol):
         micro-batch's cross-entropies [B, L], detached, by its number, on ranks that compute them.
         """
 
-    def forward(self, inputs: Sequence[Inputs]) -> Tensor:
-        """The same two sums without gradients."""
+    def forward(self, inputs: Sequence[Inputs], losses: dict[int, Tensor] | None = None) -> Tensor:
+        """The same without gradients."""
 
     @property
     def counts(self) -> bool:
@@ -60,14 +60,15 @@ class Accumulation:
         return self._counted(sums)
 
     @torch.no_grad()
-    def forward(self, inputs: Sequence[Inputs]) -> Tensor:
+    def forward(self, inputs: Sequence[Inputs], losses: dict[int, Tensor] | None = None) -> Tensor:
         """See :class:`Runner`."""
-        return self._counted([torch.stack((loss, nll.sum())) for loss, nll in map(self._run, inputs)])
+        found = [self._run(micro_batch) for micro_batch in inputs]
+        if losses is not None:
+            losses |= {number: nll_BL for number, (_, nll_BL) in enumerate(found)}
+        return self._counted([torch.stack((loss_sum, nll_BL.sum())) for loss_sum, nll_BL in found])
 
     def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._model(
-            inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
-        )
+        found: tuple[Tensor, Tensor] = self._model(inputs.tokens_BL, **inputs.behind)
         return found
 
     def _counted(self, sums: Sequence[Tensor]) -> Tensor:

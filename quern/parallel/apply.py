@@ -153,7 +153,9 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             adds = layout.adds_gradients(mesh.plan)
             compiler = layout.compile_backend
             kept.append(KeptWeights(part, layout.compute_dtype, add_gradients=adds, compiler=compiler, cast=cast))
-        wrapped.append(part if mesh.ddp is None else replicate(part, mesh.ddp))  # last: buckets are views of gradients
+        trains = any(parameter.requires_grad for parameter in part.parameters())
+        # last: buckets are views of gradients
+        wrapped.append(replicate(part, mesh.ddp) if mesh.ddp is not None and trains else part)
     gather = None
     if layout.float8_all_gather:
         assert layout.float8 is not None

@@ -129,7 +129,7 @@ class Pipeline:
         return self._counted(sums.values())
 
     @torch.no_grad()
-    def forward(self, inputs: Sequence[Inputs]) -> Tensor:
+    def forward(self, inputs: Sequence[Inputs], losses: dict[int, Tensor] | None = None) -> Tensor:
         """See :class:`quern.parallel.accumulation.Runner`. Any number of micro-batches, whatever the schedule asks.
 
         Stage by stage in the model's order, all micro-batches through one before the next. Two ranks' messages to each
@@ -154,12 +154,11 @@ class Pipeline:
                 elif index > 0:
                     hidden_BLD = self._hidden(self._device)
                     dist.recv(hidden_BLD, group=self._group, group_src=self._rank_of[index - 1])
-                out = part.module(
-                    micro_batch.tokens_BL, micro_batch.targets_BL, micro_batch.positions_BL,
-                    documents=micro_batch.documents, hidden_BLD=hidden_BLD,
-                )  # fmt: skip
+                out = part.module(micro_batch.tokens_BL, **micro_batch.behind, hidden_BLD=hidden_BLD)
                 if index == self._last:
                     sums.append(torch.stack((out[0], out[1].sum())))
+                    if losses is not None:
+                        losses[number] = out[1]
                 elif to_here:
                     local.append(out)
                 else:
@@ -302,10 +301,7 @@ class _Part:
             f"{self._number}"
         )
         inputs = self._inputs[self._number]
-        return (inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL), {
-            "documents": inputs.documents,
-            "hidden_BLD": args[0] if args else None,
-        }
+        return (inputs.tokens_BL,), {**inputs.behind, "hidden_BLD": args[0] if args else None}
 
     def _weighed(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.at = None

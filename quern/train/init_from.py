@@ -25,11 +25,16 @@ from quern.train.checkpoint.format.manifest import (
 from quern.train.config import TrainConfig
 from quern.train.history.branch import LEDGER_FILE, find_checkpoint
 
-__all__ = ["check_init_from", "load_run_config", "load_train_config", "model_section", "starting_checkpoint"]
+__all__ = [
+    "check_given_weights", "load_run_config", "load_train_config", "model_section", "reference_checkpoint",
+    "starting_checkpoint",
+]  # fmt: skip
 
 T = TypeVar("T")
 Row = tuple[str, str, Any, Any]
 """A key, where it stands, its value there and its value in the checkpoint."""
+_REFERENCE = "doremi.reference"
+_TAKEN = ". A key of model that is not given is taken from the checkpoint"
 
 
 def load_train_config(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -83,26 +88,49 @@ def starting_checkpoint(config: TrainConfig) -> str | None:
         return None
     fresh, before = _fresh(config), _recorded(config.run_dir)
     recorded = None if before is None else before.init_from
-    run = None if recorded is None else os.path.dirname(os.path.dirname(os.path.abspath(recorded)))
-    if (
-        recorded is not None
-        and run == os.path.abspath(given)
-        and (not fresh or os.path.isfile(os.path.join(recorded, MANIFEST_FILE)))
-    ):
+    if _is_of(recorded, given) and (not fresh or _is_whole(recorded)):
         return recorded
     return _told(find_checkpoint, given) if fresh else given
 
 
-def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
-    """Check that the model and ids of a fresh run are those of the checkpoint that it starts with.
+def reference_checkpoint(config: TrainConfig) -> str | None:
+    """The checkpoint that ``doremi.reference`` names, as :func:`starting_checkpoint` tells it of ``init_from``.
 
     Raises:
-        InputError: ``init_from`` names no checkpoint, or one that does not fit: with every key that differs.
+        InputError: it is none.
     """
-    if config.init_from is None or not _fresh(config):
-        return
-    path = _told(find_checkpoint, config.init_from)
-    manifest = _told(read_manifest, path)
+    given = config.doremi.reference
+    if given is None:
+        return None
+    before = _recorded(config.run_dir)
+    recorded = None if before is None else before.doremi.reference
+    return recorded if _is_of(recorded, given) and _is_whole(recorded) else _told(find_checkpoint, given, _REFERENCE)
+
+
+def _is_of(recorded: str | None, given: str) -> bool:
+    """Whether it is a checkpoint of the run ``given``."""
+    run = None if recorded is None else os.path.dirname(os.path.dirname(os.path.abspath(recorded)))
+    return run == os.path.abspath(given)
+
+
+def _is_whole(recorded: str | None) -> bool:
+    return recorded is not None and os.path.isfile(os.path.join(recorded, MANIFEST_FILE))
+
+
+def check_given_weights(config: TrainConfig, encoding: EncodingInfo) -> None:
+    """Check that model and ids are those of the checkpoint that a fresh run starts with, and of DoReMi's reference.
+
+    Raises:
+        InputError: a key names no checkpoint, or one that does not fit: with every key that differs.
+    """
+    if config.init_from is not None and _fresh(config):
+        _check_fits(config, encoding, "init_from", _told(find_checkpoint, config.init_from), _TAKEN)
+    if (reference := reference_checkpoint(config)) is not None:
+        _check_fits(config, encoding, _REFERENCE, reference, "")
+
+
+def _check_fits(config: TrainConfig, encoding: EncodingInfo, key: str, path: str, more: str) -> None:
+    manifest = _told(read_manifest, path, key)
     rows = _differences(config.model.shape(encoding.vocab_size), manifest.model)
     theirs = manifest.encoding
     if theirs is not None:
@@ -115,7 +143,7 @@ def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
     if manifest.precision in ("fp64", "float64") and config.precision != "fp64":  # nothing rounds them
         rows.append(("precision", "config", config.precision, "fp64"))
     if rows:
-        raise _mismatch(path, rows)
+        raise _mismatch(key, path, rows, more)
 
 
 def _complete(raw: dict[str, Any]) -> None:
@@ -151,7 +179,7 @@ def _complete(raw: dict[str, Any]) -> None:
     if isinstance(moe := section.get("moe"), dict) and "moe" in theirs:
         full["moe"] = theirs["moe"] | of_preset.get("moe", {}) | {k: v for k, v in moe.items() if v is not None}
     if _shape(full) is None and (rows := _given_otherwise(full, own, shape)):
-        raise _mismatch(path, rows)
+        raise _mismatch("init_from", path, rows, _TAKEN)
     raw["model"] = full
 
 
@@ -184,14 +212,11 @@ def _differences(ours: ModelShape, theirs: ModelShape, *, ids: bool = True) -> l
     ]
 
 
-def _mismatch(path: str, rows: Iterable[Row]) -> InputError:
+def _mismatch(key: str, path: str, rows: Iterable[Row], more: str) -> InputError:
     told = "; ".join(
         f"{name} is {ours} in the {where} and {theirs} in the checkpoint" for name, where, ours, theirs in rows
     )
-    return InputError(
-        f"init_from: {os.path.join(path, MANIFEST_FILE)}: the checkpoint does not fit: {told}. A key of model that is "
-        f"not given is taken from the checkpoint"
-    )
+    return InputError(f"{key}: {os.path.join(path, MANIFEST_FILE)}: the checkpoint does not fit: {told}{more}")
 
 
 def _fresh(config: TrainConfig) -> bool:
@@ -206,8 +231,8 @@ def _recorded(run_dir: str) -> TrainConfig | None:
         return None
 
 
-def _told(read: Callable[[str], T], path: str) -> T:
+def _told(read: Callable[[str], T], path: str, key: str = "init_from") -> T:
     try:
         return read(path)
     except InputError as error:
-        raise InputError(f"init_from: {error}") from None
+        raise InputError(f"{key}: {error}") from None

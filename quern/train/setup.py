@@ -40,9 +40,10 @@ from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, Run
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import ParallelConfig, TrainConfig
+from quern.train.doremi import DoReMi, load_reference
 from quern.train.flash import HALF, check_attention, check_flash, use_flash
 from quern.train.history.ledger import Ledger
-from quern.train.init_from import check_init_from, starting_checkpoint
+from quern.train.init_from import check_given_weights, reference_checkpoint, starting_checkpoint
 from quern.train.processes import machine
 from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks
@@ -126,7 +127,7 @@ def check(config: TrainConfig, world: int, *, keep: bool = False) -> Checked:
     run_record.check_run_dir(config.run_dir)
     corpus = open_corpus(config, keep=keep)
     layout = check_settings(config, world, corpus.vocab_size)
-    check_init_from(config, _encoding(corpus))
+    check_given_weights(config, _encoding(corpus))
     plan_mixture(config, corpus)
     return Checked(corpus, layout, open_held_out(config, keep=keep))
 
@@ -192,7 +193,9 @@ def open_trainer(
     _same_config(config, together)
     # rank 0's, for all: a run that trains while this one begins with its newest has another newest any moment
     init_from = together.broadcast_from_rank0(partial(starting_checkpoint, config))
-    config = config.model_copy(update={"init_from": init_from})
+    reference = together.broadcast_from_rank0(partial(reference_checkpoint, config))
+    learned = config.doremi.model_copy(update={"reference": reference})
+    config = config.model_copy(update={"init_from": init_from, "doremi": learned})
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
@@ -233,7 +236,13 @@ def open_trainer(
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(parallel.weights, optimizer, _facts(config, corpus, shape, layout.plan))
-        scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel)
+        names = order_names(config, start.mixture)
+        by_source, doremi = SourceLosses(names, start.mixture.order), None
+        if reference is not None:
+            again = _model(config, shape, precision, ranks)
+            other = load_reference(reference, again, mesh, layout, checkpoints, state.facts, ranks.device)
+            doremi = DoReMi(config.doremi, names, by_source, parallel, other, ranks)
+        scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel, doremi)
         follow_updates(parallel, optimizer)
         loader = together.all_or_raise(
             lambda: Loader(
@@ -264,7 +273,7 @@ def open_trainer(
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask, sharing=sharing), guard=guard,
-            forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture), start.mixture.order),
+            forensics=forensics, by_source=by_source, doremi=doremi,
             by_rank=RankFigures(ranks, parallel.model), stragglers=Stragglers(hosts, ledger),
             link_probe=LinkProbe(hosts, ledger, ranks), loss_scale=loss_scale, checkpoints=checkpoints, state=state,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), validator=validator,
@@ -328,7 +337,7 @@ def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: 
 
 def _restore(
     config: TrainConfig, start: Start, checkpoints: CheckpointManager, state: TrainState, guard: Guard,
-    loss_scale: LossScale, parallel: Parallel,
+    loss_scale: LossScale, parallel: Parallel, doremi: DoReMi | None,
 ) -> Mapping[str, object]:  # fmt: skip
     """Returns the scalars of the checkpoint the run goes on from."""
     scalars: Mapping[str, object] = {}
@@ -341,6 +350,8 @@ def _restore(
         loss_scale.load_state_dict(
             {n.removeprefix("loss_scale."): v for n, v in part.items() if n.startswith("loss_scale.")}
         )
+        if doremi is not None:
+            doremi.load_state_dict({n.removeprefix("doremi."): v for n, v in part.items() if n.startswith("doremi.")})
         history, amaxes = part.get("float8.history"), parallel.amaxes
         if parallel.loads is not None:
             parallel.loads.load_state_dict({"last": part["experts.last"]} if "experts.last" in part else {})
@@ -355,6 +366,7 @@ def _restore(
         checkpoints.load(given.path, state)
         if checkpoints.agreement.rank == 0:
             log.info("the weights are those of %s", given.path)
+        assert state.optimizer is not None
         for slots in state.optimizer.state.values():  # a full checkpoint brings moments; a fresh run begins without
             for value in slots.values():
                 value.zero_()

@@ -23,6 +23,7 @@ from quern.train.checkpoint.save.async_save import Progress
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.scheduler import CheckpointScheduler
 from quern.train.config import TrainConfig
+from quern.train.doremi import DoReMi
 from quern.train.history.health import HealthTracker
 from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
@@ -77,6 +78,7 @@ class Trainer(Closes):
     state: TrainState
     validator: Validator | None
     """None: no held-out documents."""
+    doremi: DoReMi | None
     profiler: Profiler
     utilisation: Utilisation
     ledger: Ledger | None
@@ -151,6 +153,9 @@ class Trainer(Closes):
         """Run one step, without what is not done in each: validation, saving, tracing."""
         self.watchdog.enter("data", step)
         batch = self.feed.take(self.data_step(step))
+        if self.doremi is not None:
+            self.watchdog.enter("doremi")
+            batch = self.doremi.weighed(batch, learn=batch.data_step not in self.start.left_out)
         loss = self.forward_backward(batch)
         self.recomputation.check(step + 1, batch, self.watchdog.enter)
         norm = self.clip(step)
@@ -231,9 +236,10 @@ class Trainer(Closes):
         self.watchdog.enter("metrics")
         values = figures.pack(self._summed, norm=norm, scale=self.loss_scale.scale, **health.figures())
         loads = None if self.parallel.loads is None else self.parallel.loads.sent()
+        learned = None if self.doremi is None else self.doremi.sent()
         self._pending.append(figures.Pending(
             step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s, loads,
-            Mark(self.ranks.device),  # after all that is on its way to the host
+            learned, Mark(self.ranks.device),  # after all that is on its way to the host
         ))  # fmt: skip
         self.drain_metrics(keep=1)
 
@@ -260,31 +266,21 @@ class Trainer(Closes):
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
         left_out = pending.data_step in self.start.left_out
         self._skips = self._skips + (not left_out) if found.skipped else 0
-        if found.loss_spike or found.norm_spike:
-            self._spikes.append(pending.step)
+        self._spikes += [pending.step] if found.loss_spike or found.norm_spike else []
         where, num = {"step": pending.step, "data_step": pending.data_step}, len(self.by_source)
-        flags = {
-            "loss_spike": bool(found.loss_spike), "grad_norm_spike": bool(found.norm_spike),
-            "non_finite": bool(found.non_finite), "skipped": bool(found.skipped),
-        }  # fmt: skip
-        seen = Seen(
-            pending.step, pending.data_step, found.loss, found.norm, found.loss_z, found.norm_z, **flags,
-            requested=bool(found.asked), loads=pending.loads,
-        )  # fmt: skip
+        seen = Seen.of(pending, found)
         if self.ledger is None or self.metrics is None:
             return seen
         if found.skipped:
-            why = "" if pending.valid_tokens else ": no position of its batch is a target"
-            again = f"{self._skips} in a row of {self.config.guard.max_skips}"
-            log.warning("step %d skipped (%s%s), %s", pending.step, figures.skip_reason(found, left_out), why, again)
+            figures.warn_of_skip(pending, found, left_out, self._skips, self.config.guard.max_skips)
         figures.note_abnormal(self.ledger, where, found, left_out)
-        self.saves.step(pending.step, not any(flags.values()), seconds)
+        self.saves.step(pending.step, not any(found.flags.values()), seconds)
         speed = self._sequences(pending.step) * self.config.seq_len / seconds
         row = {
             **where, "attempt": self.start.attempt, "loss": found.loss, "grad_norm": found.norm, "lr": pending.lr,
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
-            **self.utilisation.of(speed), **flags, "losses_by_source": self.by_source.read(behind[:num]),
+            **self.utilisation.of(speed), **found.flags, "losses_by_source": self.by_source.read(behind[:num]),
             **self.by_source.shares(pending.data_step), **self.by_rank.read(pending.data_step, behind[num:]),
         }  # fmt: skip
         if self.parallel.loads is not None and pending.loads is not None:
@@ -293,7 +289,11 @@ class Trainer(Closes):
         self.stragglers.observe(pending.step, self.by_rank.work_s)
         self.link_probe.observe(self.by_rank.work_s, self.by_rank.comm_wait_s)
         row |= {"loss_scale": found.scale} if self.loss_scale.enabled else {}
-        self.metrics.report(row | ({"z_loss": found.objective - found.loss} if self.config.z_loss else {}))
+        if self.doremi is not None and pending.learned is not None:
+            row |= self.doremi.read(pending.learned) | {"objective": found.objective}
+        self.metrics.report(
+            row | ({"z_loss": found.objective - found.loss} if self.config.z_loss and not self.doremi else {})
+        )
         return seen
 
     def save_if_due(self, step: int) -> None:
@@ -325,6 +325,7 @@ class Trainer(Closes):
         """What a step changes besides weights and moments, the same on every rank."""
         kept = {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
         kept |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
+        kept |= {} if self.doremi is None else {f"doremi.{n}": value for n, value in self.doremi.state_dict().items()}
         return kept | self.parallel.extra()
 
     def measure_links(self, step: int) -> None:
@@ -356,13 +357,13 @@ class Trainer(Closes):
         self.drain_metrics()
         if self.forensics.take_request():
             log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
-        if self.ledger is not None and self._skips:
-            which = "step was" if self._skips == 1 else f"{self._skips} steps were"
-            log.warning("the last %s skipped: the weights are those after step %d", which, self.done - self._skips)
-        if self.ledger is not None and not math.isfinite(self._held_out):
-            log.warning("the held-out loss is not finite: the weights are of no use")
         failing = [] if self.complete else self.device_watch.found()
         if self.ledger is not None:
+            if self._skips:
+                which = "step was" if self._skips == 1 else f"{self._skips} steps were"
+                log.warning("the last %s skipped: the weights are those after step %d", which, self.done - self._skips)
+            if not math.isfinite(self._held_out):
+                log.warning("the held-out loss is not finite: the weights are of no use")
             why = {} if self.complete else as_fact(failing, str(self.stopped_by))
             self.ledger.append("end" if self.complete else "stopped", step=self.done, **why)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -188,7 +189,14 @@ def test_a_chunk_below_one_is_refused():
         loss(*case(), 0)
 
 
-def objective(h: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def factors(targets: Tensor) -> Tensor:
+    """A weight for each token; some are 0."""
+    return torch.arange(len(targets), dtype=torch.float64) % 4 / 3
+
+
+def objective(
+    h: Tensor, weight: Tensor, targets: Tensor, z_loss: float, by: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The whole objective and each token's cross-entropy, from the definition of the softmax, token by token."""
     terms, squares = [], []
     for h_D, target in zip(h, targets.tolist(), strict=True):
@@ -198,14 +206,18 @@ def objective(h: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> tupl
         counted = target != IGNORE
         terms.append(log_z - logits[target] if counted else torch.zeros((), dtype=h.dtype))
         squares.append(log_z**2 if counted else torch.zeros((), dtype=h.dtype))
-    return torch.stack(terms).sum() + z_loss * torch.stack(squares).sum(), torch.stack(terms)
+    by = torch.ones(len(h), dtype=h.dtype) if by is None else by
+    return (by * torch.stack(terms)).sum() + z_loss * (by * torch.stack(squares)).sum(), torch.stack(terms)
 
 
+@pytest.mark.parametrize(("z_loss", "weighted"), [(0.3, False), (0.3, True), (0.0, True)])
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_z_loss_adds_the_square_of_the_logarithm_of_the_denominator(chunk):
+def test_z_loss_adds_the_square_of_the_logarithm_of_the_denominator(chunk, z_loss, weighted):
+    """And weights of tokens hold for both parts, not for the losses that are told."""
     h, weight, targets = case()
-    ours, nll = chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=chunk, z_loss=0.3)
-    expected, expected_nll = objective(h, weight, targets, 0.3)
+    by = factors(targets) if weighted else None
+    ours, nll = chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=chunk, z_loss=z_loss, weights_N=by)
+    expected, expected_nll = objective(h, weight, targets, z_loss, by)
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
     torch.testing.assert_close(nll, expected_nll.detach(), rtol=0, atol=1e-13)
     ours, theirs = (torch.autograd.grad(value, (h, weight)) for value in (ours, expected))
@@ -268,9 +280,10 @@ def split_loss(h: Tensor, weight: Tensor, targets: Tensor, ranks: int, **options
 def test_a_split_vocabulary_gives_the_same(ranks, chunk, z_loss):
     # with 8 ranks of 2 rows the last holds padding alone, the one before it a row and a padded one
     h, weight, targets = case()
-    expected, expected_nll = objective(h, weight, targets, z_loss)
+    by = factors(targets) if z_loss else None
+    expected, expected_nll = objective(h, weight, targets, z_loss, by)
     dh, dw = torch.autograd.grad(expected, (h, weight))
-    found = split_loss(h, weight, targets, ranks, chunk=chunk, z_loss=z_loss)
+    found = split_loss(h, weight, targets, ranks, chunk=chunk, z_loss=z_loss, weights_N=by)
     for loss_sum, nll, _, _ in found:
         assert torch.equal(loss_sum, found[0][0])
         torch.testing.assert_close(loss_sum, expected.detach(), rtol=1e-13, atol=0)
@@ -295,22 +308,27 @@ def test_a_split_vocabulary_with_large_logits():
     torch.testing.assert_close(found[0][0].double(), expected.detach(), rtol=1e-6, atol=0)  # 23 float32 terms
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_the_compiled_loss_is_that_of_all_logits(compiler: str) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "weighted"),
+    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.long)],
+)
+def test_the_compiled_loss_is_that_of_all_logits(compiler: str, weighted: bool) -> None:
     """Inductor's kernels hold no second matrix of a chunk's logits."""
     z_loss = 1e-2
     h, weight, targets = case()
+    by = factors(targets) if weighted else torch.ones(len(targets), dtype=torch.float64)
+    options: Any = {"z_loss": z_loss, "compiler": compiler, "weights_N": by if weighted else None}
     with torch.no_grad():
         weight[V:] = 100.0  # padding
         h[7] *= 1e3  # an ignored token whose exponentials overflow
     (loss_sum, nll), kernels = run_and_get_code(
-        lambda: chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=9, z_loss=z_loss, compiler=compiler)
+        lambda: chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=9, **options)
     )
     assert (len(kernels) >= 2) == (compiler == "inductor")
     assert not any(f"empty_strided_cpu((9, {PADDED})" in kernel for kernel in kernels)
     expected = plain(h, weight, targets)
     log_z = (h @ weight[:V].T).logsumexp(1)[targets != IGNORE]
-    objective = expected.sum() + z_loss * log_z.square().sum()
+    objective = (by * expected).sum() + z_loss * (by[targets != IGNORE] * log_z.square()).sum()
     torch.testing.assert_close(nll, expected.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(loss_sum, objective, rtol=1e-13, atol=0)
     ours = torch.autograd.grad(loss_sum / 7, (h, weight))

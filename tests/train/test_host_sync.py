@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "spikes skipped": {"guard": {"spike": "skip"}, "z_loss": 0.1},
     "loss scale": {"precision": "fp16"},
     "selective recomputation": {"precision": "bf16", "activation_checkpointing": "selective"},
+    "doremi": {"learns": True},
     "untied": {"model": {"tied_embeddings": False, "qk_norm": True}},
 }
 LATER = ("no document masks", "untied", "selective recomputation", "loss scale", "tensorwise", "rowwise", "blockwise")

@@ -20,7 +20,7 @@ from quern.model.config import ModelConfig
 from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
 from quern.train.checkpoint.tools.reader import write_weights
 from quern.train.config import TrainConfig
-from quern.train.init_from import check_init_from, load_train_config, starting_checkpoint
+from quern.train.init_from import check_given_weights, load_train_config, starting_checkpoint
 
 SIZES: dict[str, Any] = {
     "num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 48,
@@ -77,10 +77,10 @@ def test_keys_of_experts_are_the_checkpoints_one_by_one(tmp_path: Path) -> None:
     for given in ({}, {"moe": {"num_experts": 4}}, {"moe": {"top_k": 2, "scale": None}, "dim": 32}):
         config = load_train_config(write(tmp_path, init_from=source, model=given))
         assert config.model.shape(300) == ModelConfig(**SIZES, moe=moe).shape(300)
-        check_init_from(config, ENCODING)
+        check_given_weights(config, ENCODING)
     config = load_train_config(write(tmp_path, init_from=source, model={"moe": {"capacity": 1.5}}))
     with pytest.raises(InputError, match=r"model\.moe"):
-        check_init_from(config, ENCODING)
+        check_given_weights(config, ENCODING)
 
 
 @pytest.mark.parametrize("section", [{"model": SIZES}, {"model": {**SIZES, "vocab_multiple": 128}}])
@@ -122,7 +122,7 @@ def test_a_run_stands_for_its_newest_checkpoint_until_a_run_has_begun_with_it(tm
         again = load_train_config(write(tmp_path, init_from=str(tmp_path / "other")))
         assert sizes_of(again) == SIZES
         assert starting_checkpoint(again) == str(first)
-        check_init_from(again, replace(ENCODING, eot_id=3))
+        check_given_weights(again, replace(ENCODING, eot_id=3))
 
 
 def test_all_that_differs_is_told_at_once(tmp_path: Path, source: Path) -> None:
@@ -130,7 +130,7 @@ def test_all_that_differs_is_told_at_once(tmp_path: Path, source: Path) -> None:
     config = load_train_config(write(tmp_path, init_from=str(source), model=model, precision="fp32"))
     ids = EncodingInfo("mine", 301, 300, "a" * 64)
     with pytest.raises(InputError) as refused:
-        check_init_from(config, ids)
+        check_given_weights(config, ids)
     scaling = json.loads(json.dumps(SIZES["rope_scaling"]))
     assert str(refused.value) == (
         f"init_from: {source}/manifest.json: the checkpoint does not fit: "
@@ -143,15 +143,15 @@ def test_all_that_differs_is_told_at_once(tmp_path: Path, source: Path) -> None:
         "A key of model that is not given is taken from the checkpoint"
     )
     fits = load_train_config(write(tmp_path, init_from=str(source)))
-    check_init_from(fits, ENCODING)
+    check_given_weights(fits, ENCODING)
 
 
 def test_float64_weights_are_not_rounded(tmp_path: Path, source: Path) -> None:
     manifest = source / MANIFEST_FILE
     manifest.write_bytes(replace(read_manifest(str(source)), precision="float64").to_bytes())
-    check_init_from(load_train_config(write(tmp_path, init_from=str(source), precision="fp64")), ENCODING)
+    check_given_weights(load_train_config(write(tmp_path, init_from=str(source), precision="fp64")), ENCODING)
     with pytest.raises(InputError, match=r"fit: precision is fp32 in the config and fp64 in the checkpoint\. A key"):
-        check_init_from(load_train_config(write(tmp_path, init_from=str(source), precision="fp32")), ENCODING)
+        check_given_weights(load_train_config(write(tmp_path, init_from=str(source), precision="fp32")), ENCODING)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,6 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
         load_train_config(write(tmp_path, init_from=nowhere))
     config = load_train_config(write(tmp_path, init_from=nowhere, model=SIZES))
     with pytest.raises(InputError, match=f"^init_from: {nowhere}: expected a checkpoint"):
-        check_init_from(config, ENCODING)
+        check_given_weights(config, ENCODING)
     store = {"resume": {"from_store": True}, "checkpoint": {"store": "file:///store"}}
-    check_init_from(load_train_config(write(tmp_path, init_from=nowhere, model=SIZES, **store)), ENCODING)
+    check_given_weights(load_train_config(write(tmp_path, init_from=nowhere, model=SIZES, **store)), ENCODING)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ class Inputs:
     targets_BL: Tensor
     positions_BL: Tensor | None
     documents: Documents | Shared | None
+    weights_B: Tensor | None = None
+    """By what each row's part in what is minimised is multiplied; None: 1."""
+
+    @property
+    def behind(self) -> dict[str, Any]:
+        """The arguments of :meth:`quern.model.transformer.Transformer.forward` behind ``tokens_BL``, by name."""
+        return {name: value for name, value in vars(self).items() if name != "tokens_BL"}
 
 
 @dataclass(frozen=True, eq=False)

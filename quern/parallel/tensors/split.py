@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quern.errors import InputError
 from quern.model.config import ModelShape
-from quern.model.loss import chunked_cross_entropy
+from quern.model.loss import by_token, chunked_cross_entropy
 from quern.model.moe.layer import MoE
 from quern.model.transformer import Attention, Block, FeedForward, Linear, Transformer
 from quern.parallel.tensors.collectives import Ranks, gather, gather_multiply, multiply_scatter, sum_scatter
@@ -156,7 +156,7 @@ class _Vocabulary:
         x_BLD = F.embedding(row_BL.masked_fill(absent_BL, 0), weight_VD).masked_fill(absent_BL[:, :, None], 0)
         return sum_scatter(x_BLD.to(self.model.compute_dtype or x_BLD.dtype), self.ranks)
 
-    def loss(self, x_BlD: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x_BlD: Tensor, targets_BL: Tensor, weights_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`Transformer.loss`."""
 
         def cross_entropy(x_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,6 +169,7 @@ class _Vocabulary:
                 z_loss=self.model.z_loss,
                 split=self,
                 compiler=self.model.loss_compiler,
+                weights_N=by_token(weights_B, targets_BL),
             )
 
         x_ND = gather(x_BlD, self.ranks).flatten(0, 1)

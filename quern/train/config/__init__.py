@@ -17,17 +17,17 @@ from quern.train.config.experts import ExpertsConfig, OwnUpdateConfig
 from quern.train.config.float8 import Float8Config
 from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
-from quern.train.config.mixture import DataConfig, PhaseConfig, check_phases, check_sources, placed
+from quern.train.config.mixture import DataConfig, DoReMiConfig, PhaseConfig, check_phases, check_sources, placed
 from quern.train.config.numbers import Count, NonNegative
 from quern.train.config.parallel import ParallelConfig
 from quern.train.config.supervision import ReplicasConfig
 from quern.train.config.watchdog import WatchdogConfig
 
 __all__ = [
-    "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
-    "HeldOutConfig", "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProcessConfig",
-    "ProfileConfig", "ReplicasConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
-    "WatchdogConfig",
+    "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "DoReMiConfig", "Float8Config", "ForensicsConfig",
+    "GuardConfig", "HeldOutConfig", "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig",
+    "ProcessConfig", "ProfileConfig", "ReplicasConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig",
+    "ValidationConfig", "WatchdogConfig",
 ]  # fmt: skip
 
 _MOST_BETA = 257 / 258
@@ -169,7 +169,7 @@ class TrainConfig(Section):
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
         "on_event": None, "preflight": False, "preflight_timeout_s": 120.0, "watchdog": WatchdogConfig().model_dump(),
         "out_of_memory": "fail", "replicas": ReplicasConfig().model_dump(), "device_check_s": 30.0,
-        "experts": ExpertsConfig().model_dump(),
+        "experts": ExpertsConfig().model_dump(), "doremi": DoReMiConfig().model_dump(),
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -179,6 +179,7 @@ class TrainConfig(Section):
     """Attention stays inside a document; positions restart with it; its first token is no target."""
     phases: tuple[PhaseConfig, ...] = ()
     """Changes of weights or batch size at given data steps. Example: [{first_step: 20000, global_batch: 1024}]"""
+    doremi: DoReMiConfig = DoReMiConfig()
     model: ModelConfig = ModelConfig(preset="debug")
     seq_len: Count = 2048
     """[tokens] Length of a sequence."""
@@ -273,6 +274,10 @@ class TrainConfig(Section):
         check_sources(self.data)
         object.__setattr__(self, "phases", tuple(placed(self.phases, self.global_batch, self.seq_len)))
         check_phases(self.phases, len(self.data))
+        if self.doremi.reference is None and self.doremi != DoReMiConfig():
+            raise ValueError("doremi: expected a reference with these settings")
+        if self.doremi.reference is not None and (len(self.data) < 2 or not all(own.weight > 0 for own in self.data)):
+            raise ValueError("doremi: expected two sources or more, and of each a weight above 0: all are read")
         if self.forensics.steps and max(self.forensics.steps) >= self.steps:
             most = max(self.forensics.steps)
             raise ValueError(f"forensics.steps: expected steps below {self.steps} (steps), got {most}")

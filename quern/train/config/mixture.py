@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from quern.config import Section
 from quern.train.config.numbers import Count, Weight
 
-__all__ = ["DataConfig", "PhaseConfig", "check_phases", "check_sources", "placed"]
+__all__ = ["DataConfig", "DoReMiConfig", "PhaseConfig", "check_phases", "check_sources", "placed"]
 
 
 class DataConfig(Section):
@@ -60,6 +60,19 @@ class PhaseConfig(Section):
         """``first_step``, which a checked config has of every phase."""
         assert self.first_step is not None
         return self.first_step
+
+
+class DoReMiConfig(Section):
+    """DoReMi (Xie et al. 2023): the run is a proxy that learns weights for its sources, for a larger run; ``quern mix
+    doremi`` writes it."""
+
+    reference: str | None = None
+    """A checkpoint of a model of the same shape that was trained on the same sources, or its training run: the newest.
+    Null = no weights are learned; what is read goes by ``data`` in either case. Example: runs/reference"""
+    step_size: Annotated[float, Field(gt=0)] = 1.0
+    """[1/nat] How fast weights follow the excess loss: in a step, a weight grows by exp of this times it."""
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 1e-3
+    """[share] The part of each step's weights that is the same for all sources."""
 
 
 def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int) -> Iterator[PhaseConfig]:

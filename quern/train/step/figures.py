@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,19 @@ from quern.train.history.back import LEFT_OUT
 from quern.train.history.ledger import Ledger
 from quern.train.step.metrics import Mark
 
-__all__ = ["Figures", "Pending", "has_counts", "note_abnormal", "of_this_rank", "pack", "skip_reason", "unpack"]
+__all__ = [
+    "Figures",
+    "Pending",
+    "has_counts",
+    "note_abnormal",
+    "of_this_rank",
+    "pack",
+    "skip_reason",
+    "unpack",
+    "warn_of_skip",
+]
+
+log = logging.getLogger(__name__)
 
 
 class Figures(NamedTuple):
@@ -43,6 +56,14 @@ class Figures(NamedTuple):
     scale: float
     """Of the loss, in fp16."""
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What a step of which nothing is to be said has none of, as the metrics name it."""
+        return {
+            "loss_spike": bool(self.loss_spike), "grad_norm_spike": bool(self.norm_spike),
+            "non_finite": bool(self.non_finite), "skipped": bool(self.skipped),
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -58,6 +79,8 @@ class Pending:
     wait_s: float
     loads: torch.Tensor | None
     """What was noted of experts, on its way to the host; None without any."""
+    learned: torch.Tensor | None
+    """What DoReMi has learned, so too."""
     ended: Mark
 
 
@@ -99,6 +122,13 @@ def has_counts(step: int, steps: int) -> bool:
 def skip_reason(found: Figures, left_out: bool) -> str:
     """Why a step was skipped, as the ledger's lines say it."""
     return LEFT_OUT if left_out else "non_finite" if found.non_finite else "spike"
+
+
+def warn_of_skip(step: Pending, found: Figures, left_out: bool, in_a_row: int, most: int) -> None:
+    """Log that a step was skipped, and why. ``in_a_row``: how many were, of at most ``most``."""
+    why = "" if step.valid_tokens else ": no position of its batch is a target"
+    again = f"{in_a_row} in a row of {most}"
+    log.warning("step %d skipped (%s%s), %s", step.step, skip_reason(found, left_out), why, again)
 
 
 def note_abnormal(ledger: Ledger, where: Mapping[str, int], found: Figures, left_out: bool) -> None:

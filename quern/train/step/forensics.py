@@ -35,6 +35,7 @@ from quern.parallel.experts.loads import Routed
 from quern.train.batches.feed import Origin, StepInputs
 from quern.train.config import ForensicsConfig
 from quern.train.processes.agree import Agreement
+from quern.train.step.figures import Figures, Pending
 from quern.train.step.routed import as_plain, counts_of
 from quern.train.step.sequences import Sequences, cut, highest, joined, medians, piece_tokens
 
@@ -97,6 +98,12 @@ class Seen:
     """A rank has been asked for it by a signal."""
     loads: Tensor | None
     """What :meth:`quern.parallel.experts.loads.ExpertLoads.sent` gave."""
+
+    @classmethod
+    def of(cls, step: Pending, found: Figures) -> Seen:
+        """A step that was pending, by what was found of it."""
+        losses = found.loss, found.norm, found.loss_z, found.norm_z
+        return cls(step.step, step.data_step, *losses, **found.flags, requested=bool(found.asked), loads=step.loads)
 
 
 @dataclass

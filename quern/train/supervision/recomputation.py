@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -163,9 +164,7 @@ class Recomputation:
             parameter.grad = None
         found: dict[str, Tensor] = {}
         with self._parallel.evaluating(), self._gradients(found, keep=False):
-            loss_sum, _ = self._parallel.model(
-                inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
-            )
+            loss_sum, _ = self._parallel.model(inputs.tokens_BL, **inputs.behind)
             found[_LOSS] = self._digest(loss_sum)
             self._loss_scale.scaled(loss_sum / valid_tokens).backward()
         for parameter, gradient in aside:
@@ -194,14 +193,13 @@ class Recomputation:
         if documents is not None:
             sizes = self._passed_on(sizes, sizes, by)
         *lengths, longest = sizes[0].tolist()
-        plain = [t for t in (inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, first_T2) if t is not None]
+        named = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+        plain = [*named.values(), first_T2]
         like = [own.new_empty(length, *own.shape[1:]) for own, length in zip(tensors, lengths, strict=True)]
         got = self._passed_on(plain + tensors, plain + like, by)
-        tokens_BL, targets_BL, *rest = got
-        positions_BL = rest.pop(0) if inputs.positions_BL is not None else None
-        theirs_T2 = rest.pop(0)
-        documents = None if documents is None else documents.of_other(rest, longest)
-        return Inputs(tokens_BL, targets_BL, positions_BL, documents), theirs_T2
+        documents = None if documents is None else documents.of_other(got[len(plain) :], longest)
+        own = dict(zip(named, got[: len(named)], strict=True))
+        return replace(inputs, **own, documents=documents), got[len(named)]
 
     def _passed_on(self, mine: Sequence[Tensor], like: Sequence[Tensor], by: int) -> list[Tensor]:
         """Sends ``mine`` to the data-parallel rank ``by`` further; what has come is of the sizes of ``like``."""

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quern.model.rope
 from quern.parallel.local import LocalRanks
+from quern.train.config import DoReMiConfig
+from quern.train.doremi import DoReMi
 from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
@@ -42,7 +44,7 @@ def in_a_process(function: Callable[..., T], *args: Any, timeout_s: float = 300)
 @contextlib.contextmanager
 def opened(folder: str, changes: dict[str, Any], world: int = 1, rank: int = 0) -> Iterator[Trainer]:
     """A trainer on rank ``rank`` of ``world``, the only one there is, after its first steps; from here on the host
-    must not wait."""
+    must not wait. ``learns`` among ``changes``: it learns weights of sources, with itself for a reference."""
     patch = pytest.MonkeyPatch()
     # to itself it is the first rank, so that it does what is done once: metrics, ledger
     alone = Ranks(0, world, device_watch.device())
@@ -59,8 +61,12 @@ def opened(folder: str, changes: dict[str, Any], world: int = 1, rank: int = 0) 
         device_watch.join(world, rank)
     try:
         paths = write_corpus(Path(folder, "data"))
+        learns = changes.pop("learns", False)
         config = settings(Path(folder, "run"), paths, **{**SMALL, **changes})
         with device_watch.Watch() as watch, open_trainer(config, alone) as trainer:
+            if learns:
+                both = trainer.parallel, trainer.parallel
+                trainer.doremi = DoReMi(DoReMiConfig(), ["web", "code"], trainer.by_source, *both, alone)
             trainer.start_loop()
             for step in range(FIRST):
                 trainer.train_step(step)

@@ -46,8 +46,8 @@ class TrainState:
 
     model: nn.Module
     """This rank's part of it: plain, wrapped by DDP, sharded by FSDP2, split over ranks, or some stages of it."""
-    optimizer: torch.optim.Optimizer
-    """``torch.optim.AdamW`` over the model's parameters."""
+    optimizer: torch.optim.Optimizer | None
+    """``torch.optim.AdamW`` over the model's parameters; None of a model that is not trained."""
     facts: RunFacts
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Replicated tensors by name: the guard's history, the loss scale. Saved; a load hands them out anew."""
@@ -139,11 +139,12 @@ def view_tensors(state: TrainState) -> TensorView:
     """
     weights: Mapping[str, Any] = get_model_state_dict(state.model)
     tensors: dict[str, torch.Tensor] = {f"model.{name}": value for name, value in weights.items()}
-    if not state.optimizer.state:
-        _make_moments(state.optimizer)
-    flat = get_optimizer_state_dict(
-        state.model, state.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-    )
+    flat: Mapping[str, Any] = {}
+    if state.optimizer is not None:
+        if not state.optimizer.state:
+            _make_moments(state.optimizer)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        flat = get_optimizer_state_dict(state.model, state.optimizer, options=options)
     counters: dict[str, torch.Tensor] = {}
     for name, value in flat.items():
         if not name.startswith("state."):
@@ -156,7 +157,8 @@ def view_tensors(state: TrainState) -> TensorView:
             tensors[f"optimizer.{name}"] = value
         else:
             raise QuernError(f"optimizer: {name}: expected AdamW's exp_avg, exp_avg_sq and step alone")
-    tensors[_STEP] = _one_step(counters)
+    if counters:
+        tensors[_STEP] = _one_step(counters)
     copies = {name.replace(TIED, EMBEDDING): tensors.pop(name) for name in list(tensors) if TIED in name}
     tensors |= {EXTRA + name: value for name, value in state.extra.items()}
     return TensorView(tensors, padded_rows(tensors, state.facts.shape), tuple(counters.values()), copies)

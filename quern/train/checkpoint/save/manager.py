@@ -62,7 +62,7 @@ def _plan_load(path: str, state: TrainState) -> _LoadPlan:
     metadata = read_metadata(path, manifest.files)
     check_shape(os.path.join(path, MANIFEST_FILE), manifest.model, state.facts.shape)
     check_encoding(os.path.join(path, MANIFEST_FILE), manifest.encoding, state.facts.encoding)
-    parts = ("model.", "optimizer.") if manifest.optimizer else ("model.",)
+    parts = ("model.", "optimizer.") if manifest.optimizer and state.optimizer is not None else ("model.",)
     view = view_tensors(state).part(parts)
     check_tensors(os.path.join(path, METADATA_FILE), metadata, state.facts.shape, parts, view)
     return _LoadPlan(manifest, metadata, *view.with_extra(metadata))

@@ -1,0 +1,80 @@
+"""DoReMi on any layout learns the weights that one process learns."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quern.train.config import TrainConfig
+from support.train import run_case
+from support.train.corpora import VOCAB_SIZE, Doc, write_run
+
+pytestmark = pytest.mark.slow
+
+#: Numbers of the first rank that the layout makes, and what is beside it in the config.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp_shard": (2, {"parallel": {"dp_shard": 2}}),
+    "pp": (2, {"parallel": {"pp": 2}}),
+    "dp_replicate": (2, {"parallel": {"dp_replicate": 2}}),
+    "tp": (2, {"parallel": {"tp": 2}, "z_loss": 1e-3}),
+    "cp": (2, {"parallel": {"cp": 2}}),
+    "pp interleaved": (2, {"parallel": {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}}),
+    "dp_shard × tp": (4, {"parallel": {"dp_shard": 2, "tp": 2}}),
+    "recomputed, twice": (2, {
+        "parallel": {"dp_replicate": 2}, "activation_checkpointing": "full", "replicas": {"recompute_interval": 1},
+    }),
+}  # fmt: skip
+FAST = ("dp_shard", "pp")
+
+
+def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    data = [{"path": str(folder / "data" / "tokens" / own), "max_epochs": 1e6} for own in ("web", "code", "books")]
+    model = {"num_layers": 4, "tied_embeddings": False}
+    fixed = {"data": data, "steps": 6, "precision": "fp64", "model": model, "global_batch": 8, "micro_batch": 2}
+    return run_case.settings(folder / name, [], **{**fixed, **changes})
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["kind"] == "step"]
+
+
+def live(config: TrainConfig) -> None:
+    run_case.live(config)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reference, and the run of one process for each z-loss."""
+    folder, rng = tmp_path_factory.mktemp("doremi"), random.Random(1)
+    tops = {"web": 120, "code": 40, "books": 7}
+    write_run(folder / "data", {
+        name: [[Doc((*(rng.randrange(top) for _ in range(rng.randint(9, 50))), VOCAB_SIZE - 1)) for _ in range(60)]]
+        for name, top in tops.items()
+    })  # fmt: skip
+    live(settings(folder, "reference", seed=8))
+    for z_loss in (0.0, 1e-3):
+        live(settings(folder, f"alone {z_loss}", z_loss=z_loss, doremi={"reference": str(folder / "reference")}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
+def test_weights_are_those_of_one_process(site: Path, kept_ranks: Callable[..., Any], name: str) -> None:
+    world, changes = LAYOUTS[name]
+    config = settings(site, name, doremi={"reference": str(site / "reference")}, **changes)
+    kept_ranks(live, world, config)
+    alone = rows(site / f"alone {changes.get('z_loss', 0.0)}")
+    assert len(alone) == 6
+    for row, expected in zip(rows(site / name), alone, strict=True):
+        for key in ("doremi_weight", "doremi_mean_weight", "excess_loss_by_source"):
+            np.testing.assert_allclose([*row[key].values()], [*expected[key].values()], rtol=1e-9, err_msg=key)
+        for key in ("objective", "loss", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-9)
+    assert np.ptp([*alone[-1]["doremi_weight"].values()]) > 0.01
