@@ -12,6 +12,7 @@ from rich.text import Text
 
 from quern.cli.config.keys import keys_command
 from quern.cli.mix import documents, laws
+from quern.cli.mix.doremi import doremi
 from quern.cli.mix.laws import number_table
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
@@ -92,6 +93,7 @@ def weights(
 app.command()(documents.select)
 app.command()(laws.ablate)
 app.command()(laws.fit)
+app.command()(doremi)
 app.command("keys")(keys_command(SwarmConfig))
 
 
