@@ -36,7 +36,7 @@ from quern.data_run.selection import pool
 from quern.data_run.selection.run import Selection, select
 from quern.mixtures.importance.features import Features
 from quern.mixtures.importance.weights import log_ratio
-from quern.tokenize.shard_format import ShardInfo, first_version, manifest_of, spans_file, version_entry
+from quern.tokenize.shard_format import ShardInfo, first_version, spans_file, write_manifest
 
 VOCABULARY, FILE_DOCUMENTS, CHOSEN, BUCKETS = 50_000, 100_000, 10_000, 10_000
 
@@ -90,9 +90,7 @@ def write_run(run: Path, documents: int, words: int) -> None:
         "eot_id": 0,
     }
     told = {"source": "web", "encoding": "none", "vocab_size": 1, "dtype": "uint16", "eot_id": 0, "seed": 0}
-    manifest = str(run / "tokens" / "web" / "manifest.json")
-    storage.write_json(manifest, manifest_of(shards, **told))
-    entry = version_entry("web", "manifest.json", storage.sha256(manifest), shards)
+    entry = write_manifest(str(run / "tokens"), "web", "manifest.json", shards, told)
     storage.write_json(str(run / "tokens" / "VERSION.json"), first_version(encoding, {"web": entry}))
     storage.write_json(str(run / "run.json"), {"id": run.name, "config": {}, "counts": {}, "status": "complete"})
     target = names[rng.integers(0, VOCABULARY // 2, (1000, words))].tolist()

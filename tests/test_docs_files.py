@@ -10,7 +10,7 @@ import pyarrow as pa
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, SIGNATURE_SCHEMA, verdict_schema
 from quern.lineage.index.changes import CHANGES_SCHEMA
-from quern.mixtures.importance.table import SCHEMA
+from quern.tokenize.selection.measures import SCHEMA
 from quern.tokenize.shard_format import SPANS_SCHEMA
 
 TEXT = (Path(__file__).parents[1] / "docs" / "files.md").read_text()

@@ -10,8 +10,10 @@ from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import ArrayLike
 
+from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.data_pipeline.page import url as urls
 from quern.data_pipeline.page.document import verdict_schema
 from quern.errors import InputError, QuernError
@@ -19,7 +21,7 @@ from quern.lineage.index.build import discard, open_index
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.columns import I64, DamagedIndexError
 from quern.lineage.index.decided import Redecided
-from quern.lineage.index.duplicates import DECISION, DECISIONS, Duplicates, read_cells, read_row
+from quern.lineage.index.duplicates import DECISIONS, Duplicates, read_cells, read_row
 from quern.lineage.index.records import Opened
 from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
 from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
@@ -276,10 +278,14 @@ class IndexedRun:
         (file,) = segment.files_of(own)
         row = int(segment.rows.take(own)[0])
         path = os.path.join(self.run, "verdicts", file)
-        found = read_row(path, row, verdict_schema(()))
-        if found["doc_id"] != segment.doc_ids.take(own).tobytes():
+        return {**self._row(path, row, verdict_schema(()), number), "file": file, "row": row}
+
+    def _row(self, path: str, row: int, schema: pa.Schema, number: int) -> dict[str, Any]:
+        """A row of a table that is of document ``number``."""
+        found = read_row(path, row, schema)
+        if found["doc_id"] != self._doc_id(number):
             raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
-        return {**found, "file": file, "row": row}
+        return found
 
     @_guarded
     def decision(self, number: int) -> dict[str, Any] | None:
@@ -295,13 +301,8 @@ class IndexedRun:
     def _recorded(self, number: int) -> dict[str, Any] | None:
         """The row of ``duplicates/decisions.parquet`` that removed a document."""
         row = self._duplicates.decision_row(number)
-        if row is None:
-            return None
         path = os.path.join(self.run, "duplicates", DECISIONS)
-        found = read_row(path, row, DECISION)
-        if found["doc_id"] != self._doc_id(number):
-            raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
-        return found
+        return None if row is None else self._row(path, row, DECISION_SCHEMA, number)
 
     @_guarded
     def change(self, number: int) -> dict[str, Any] | None:

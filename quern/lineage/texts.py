@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import datetime as dt
 import gzip
-import hashlib
-import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Protocol, Self, get_args
+from typing import IO, Any, Literal, Self, get_args
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.store import IndexedRun
-from quern.storage.parquet import open_table, read_batches
+from quern.storage.parquet import TableWriter, open_table, read_batches
 
 __all__ = ["FILE_BYTES", "FORMATS", "RECORD_FILE", "TextExport", "export_texts"]
 
@@ -170,59 +167,33 @@ def _plain(value: Any) -> Any:
     return value.isoformat() if isinstance(value, dt.datetime) else value
 
 
-class _Rows(Protocol):
-    def write(self, table: pa.Table) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _JsonLines:
     """Gzipped JSON lines; equal rows give equal bytes."""
 
-    def __init__(self, file: _Counted, schema: pa.Schema) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0)
 
-    def write(self, table: pa.Table) -> None:
-        for row in table.to_pylist():
-            self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n")
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._file.close()
 
-
-class _Parquet:
-    """Row groups of about 32 MiB of text."""
-
-    def __init__(self, file: _Counted, schema: pa.Schema) -> None:
-        self._writer = pq.ParquetWriter(file, schema, compression="zstd")
-        self._held: list[pa.Table] = []
-
-    def write(self, table: pa.Table) -> None:
-        self._held.append(table)
-        if sum(held.nbytes for held in self._held) >= _GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._held:
-            self._writer.write_table(pa.concat_tables(self._held))
-            self._held = []
-
-    def close(self) -> None:
-        self._flush()
-        self._writer.close()
+    def add(self, table: pa.Table) -> None:
+        for row in table.to_pylist():
+            self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n")
 
 
 class _Writer:
     """The files of one stream; the one that is open gets no name where the block ends in an error."""
 
     def __init__(self, format: Format, out: str, stream: str, schema: pa.Schema, file_bytes: int) -> None:
-        self._kind, self._schema, self._bytes = (_JsonLines if format == "jsonl" else _Parquet), schema, file_bytes
-        self._suffix = "jsonl.gz" if format == "jsonl" else "parquet"
+        self._json, self._out, self._schema, self._bytes = format == "jsonl", out, schema, file_bytes
         self._source = stream.removesuffix(".val")
         self._split = "validation" if stream != self._source else "train"
-        self._out, self._stack = out, ExitStack()
-        self._file: _Counted | None = None
-        self._rows: _Rows | None = None
+        self._stack = ExitStack()
+        self._rows: _JsonLines | TableWriter | None = None
+        self._name = ""
         self._documents = self._size = 0
         self._records: list[dict[str, Any]] = []
 
@@ -234,10 +205,13 @@ class _Writer:
 
     def add(self, rows: pa.Table) -> None:
         if self._rows is None:
-            name = f"{self._source}/{self._split}-{len(self._records):05d}.{self._suffix}"
-            self._file = _Counted(self._stack.enter_context(storage.publish(storage.join(self._out, name))), name)
-            self._rows, self._documents, self._size = self._kind(self._file, self._schema), 0, 0
-        self._rows.write(rows)
+            suffix = "jsonl.gz" if self._json else "parquet"
+            self._name = f"{self._source}/{self._split}-{len(self._records):05d}.{suffix}"
+            file = self._stack.enter_context(storage.publish(storage.join(self._out, self._name)))
+            self._rows = _JsonLines(file) if self._json else TableWriter(file, self._schema, size=_GROUP_BYTES)
+            self._stack.enter_context(self._rows)
+            self._documents = self._size = 0
+        self._rows.add(rows)
         self._documents += len(rows)
         self._size += rows.nbytes
         if self._size >= self._bytes:
@@ -246,34 +220,17 @@ class _Writer:
     def _end(self) -> None:
         if self._rows is None:
             return
-        assert self._file is not None
-        self._rows.close()
+        self._rows = None
         self._stack.close()
+        path = storage.join(self._out, self._name)
         self._records.append(
-            {"file": self._file.name, "source": self._source, "split": self._split, "documents": self._documents,
-             "bytes": self._file.size, "sha256": self._file.hash.hexdigest()}
+            {"file": self._name, "source": self._source, "split": self._split, "documents": self._documents,
+             "bytes": storage.describe([path])[0][0], "sha256": storage.sha256(path)}
         )  # fmt: skip
-        self._rows = self._file = None
 
     def close(self) -> list[dict[str, Any]]:
         self._end()
         return self._records
-
-
-class _Counted(io.RawIOBase):
-    """A stream that counts and hashes what is written to it."""
-
-    def __init__(self, file: IO[bytes], name: str) -> None:
-        self._file, self.name, self.size, self.hash = file, name, 0, hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._file.write(data)
-        self.hash.update(data)
-        self.size += len(data)
-        return len(data)
 
 
 def _card(result: TextExport) -> str:

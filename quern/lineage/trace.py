@@ -20,9 +20,9 @@ from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
 from quern.lineage.limits import config_of, limits, rules_of
 from quern.lineage.store import IndexedRun, Stream
-from quern.mixtures.importance.table import rows_of
 from quern.storage.parquet import Table, open_table
 from quern.tokenize.encoding import load_encoding
+from quern.tokenize.selection.measures import rows_of
 from quern.train.history.consumers import read_consumers
 
 __all__ = ["MAX_LISTED", "NUM_REMOVED", "TEXT_CHARS", "find_at", "find_document", "find_url", "summaries", "trace"]

@@ -91,11 +91,16 @@ class TrainingRun:
     @property
     def of_other_trainer(self) -> bool:
         """Whether another trainer has the weights, and the checkpoints, and reads by ``quern.batches``."""
+        return bool(self._record.get("trainer") == "other")
+
+    @property
+    def _record(self) -> dict[str, Any]:
+        """What ``run.json`` says; nothing where it is missing or damaged."""
         try:
             record = storage.read_json(os.path.join(self.path, "run.json"))
         except InputError:
-            return False
-        return isinstance(record, dict) and record.get("trainer") == "other"
+            return {}
+        return record if isinstance(record, dict) else {}
 
     # ---- steps
 
@@ -268,11 +273,7 @@ class TrainingRun:
 
     def _configured(self, identity: str) -> list[str]:
         """What an older run says of its sources: by identity in run.json, without in the config."""
-        try:
-            record = storage.read_json(os.path.join(self.path, "run.json"))
-        except InputError:
-            record = None
-        sources = record.get("sources") if isinstance(record, dict) else None
+        sources = self._record.get("sources")
         path = sources.get(identity) if isinstance(sources, dict) else None
         given = [path] if isinstance(path, str) else []
         name = Identity(identity).stream.split("/")[-2] if identity.count("/") > 1 else ""

@@ -309,12 +309,13 @@ def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:
     publish_bytes(path, (json.dumps(value, sort_keys=True, indent=indent, ensure_ascii=False) + "\n").encode())
 
 
-def sha256(path: str) -> str:
+def sha256(path: str, *, read: bool = False) -> str:
     """Hex SHA-256 of a file's bytes, in bounded memory.
 
-    Of an object that :func:`publish` put it stands beside the object, which a store changes only as a whole.
+    Of an object that :func:`publish` put it stands beside the object, which a store changes only as a whole; ``read``:
+    of the bytes that are there all the same.
     """
-    store = _store(path)
+    store = None if read else _store(path)
     if store is not None:
         info = store.stat(path)
         if info is not None and info.sha256 is not None:

@@ -1,4 +1,4 @@
-"""Opens Parquet tables on any store; no other module does.
+"""Opens Parquet tables on any store, as no other module does, and writes them in pieces.
 
 The caller's thread alone decodes a table. A thread of pyarrow that reads a Python stream still releases its buffers
 when the read has returned; where the process ends at that moment, it is aborted (apache/arrow #34314). A file of this
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,8 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError, QuernError, one_line
 
-__all__ = ["Table", "null_count", "open_table", "read_batches", "read_table", "require_columns", "table_in"]
+__all__ = ["Table", "TableWriter", "null_count", "open_table", "read_batches", "read_table", "require_columns",
+           "table_in"]  # fmt: skip
 
 
 #: What no reading ends with: the block that reads a table writes another file.
@@ -112,6 +114,38 @@ def read_table(path: str, columns: Sequence[str] | None = None, **options: Any) 
 def table_in(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """All rows of the table in a file's bytes. Its errors are Arrow's."""
     return Table(io.BytesIO(data), pre_buffer=False).read(columns)
+
+
+class TableWriter:
+    """Writes a table to a stream, whatever pieces it comes in: a row group has ``rows`` rows, and fewer where they have
+    ``size`` bytes; ``options``: of :class:`pyarrow.parquet.ParquetWriter`."""
+
+    def __init__(
+        self, file: IO[bytes], schema: pa.Schema, *, rows: int = 1 << 20, size: float = math.inf, **options: Any
+    ) -> None:
+        self._writer = pq.ParquetWriter(file, schema, compression="zstd", **options)
+        self._schema, self._rows, self._size = schema, rows, size
+        self._held: list[pa.Table] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._flush()
+        self._writer.close()
+
+    def add(self, table: pa.Table) -> None:
+        """Append rows."""
+        if len(table):
+            self._held.append(table.cast(self._schema))
+        if sum(map(len, self._held)) >= self._rows or sum(own.nbytes for own in self._held) >= self._size:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._held:
+            self._writer.write_table(pa.concat_tables(self._held), row_group_size=self._rows)
+            self._held = []
 
 
 def null_count(table: Table, group: int, name: str) -> int | None:

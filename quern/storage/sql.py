@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["default_memory", "lock", "quoted", "settings"]
+__all__ = ["connect", "default_memory", "lock", "open_run", "quoted"]
 
 _DEFAULT_MEMORY_BYTES = 4 << 30
 
@@ -19,16 +21,37 @@ def default_memory() -> int:
     return min(_DEFAULT_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
-def settings(memory_bytes: int | None, threads: int | None, scratch: str) -> dict[str, Any]:
-    """The ``config`` of a connection that spills below ``scratch`` (None: :func:`default_memory`, every core)."""
-    found = {
+@contextmanager
+def connect(
+    scratch: str, memory_bytes: int | None = None, threads: int | None = None
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection that spills below ``scratch`` (None: :func:`default_memory`, every core)."""
+    import duckdb
+
+    config: dict[str, Any] = {
         "memory_limit": f"{memory_bytes or default_memory()}B",
         "temp_directory": os.path.join(scratch, "spill"),
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
         "python_enable_replacements": "false",
     }
-    return found | ({"threads": str(threads)} if threads else {})
+    with closing(duckdb.connect(":memory:", config=config | ({"threads": str(threads)} if threads else {}))) as found:
+        yield found
+
+
+@contextmanager
+def open_run(
+    run: str, memory_bytes: int | None = None, threads: int | None = None
+) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
+    """A connection, and the path by which it is to read the folder ``run``: no query can know it, and nothing in it is
+    a glob or a quote."""
+    with (
+        tempfile.TemporaryDirectory(prefix="quern-sql-") as scratch,
+        connect(scratch, memory_bytes, threads) as connection,
+    ):
+        alias = os.path.join(scratch, "run")
+        os.symlink(run, alias)
+        yield connection, alias
 
 
 def quoted(text: str) -> str:

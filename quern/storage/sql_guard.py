@@ -91,16 +91,13 @@ def check_condition(connection: duckdb.DuckDBPyConnection, condition: str, table
 def _unstable(connection: duckdb.DuckDBPyConnection) -> set[str]:
     """Functions that may give another value for the same row; macros by what they are made of."""
     rows = connection.execute(
-        "SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE stability <> 'CONSISTENT'"
+        "SELECT lower(function_name), coalesce(stability, '') IN ('', 'CONSISTENT'), "
+        "lower(coalesce(macro_definition, '')) FROM duckdb_functions()"
     ).fetchall()
-    found = {name for (name,) in rows} | _TELLING | _OF_NOW
-    macros = connection.execute(
-        "SELECT lower(function_name), lower(macro_definition) FROM duckdb_functions() "
-        "WHERE macro_definition IS NOT NULL"
-    ).fetchall()
+    found = {name for name, consistent, _ in rows if not consistent} | _TELLING | _OF_NOW
     while True:
         more = {
-            name for name, text in macros if any(w in found or w.startswith("current_") for w in _WORD.findall(text))
+            name for name, _, text in rows if any(w in found or w.startswith("current_") for w in _WORD.findall(text))
         }
         if more <= found:
             return found

@@ -11,7 +11,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, version_entry
 
-__all__ = ["Listed", "check_version", "fields", "inside", "read_listed", "read_streams", "read_version"]
+__all__ = ["Listed", "check_version", "fields", "inside", "listed_files", "read_listed", "read_streams", "read_version"]
 
 #: What a reader needs of VERSION.json, of a source in it, of a manifest, of a shard in that.
 _VERSION = {"version": int, "sources": dict, "encoding.ranks": str}
@@ -129,3 +129,14 @@ def read_listed(tokens: str, version: Mapping[str, Any], source: str) -> Listed:
     if own != [isinstance(there, dict) and [*map(there.get, _AGREED)] for there in listed["shards"]]:
         raise InputError(f"{storage.join(tokens, source)}: the manifest's shards are not those of {VERSION_FILE}")
     return Listed(source, entry, record, shards)
+
+
+def listed_files(version: Mapping[str, Any]) -> dict[str, str]:
+    """Path below the run → SHA-256 of every file that a ``VERSION.json`` lists."""
+    files = {}
+    for source in version["sources"].values():
+        files[f"tokens/{source['manifest']}"] = source["sha256"]
+        for shard in source["shards"]:
+            files[f"tokens/{shard['bin']}"] = shard["sha256"]
+            files[f"tokens/{shard['spans']}"] = shard["spans_sha256"]
+    return files

@@ -12,29 +12,37 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.page.keys import column_of
+
+if TYPE_CHECKING:
+    from quern.tokenize.encoding import Encoding
 
 __all__ = [
+    "ENCODING_FILE",
     "MANIFEST",
     "SPANS_SCHEMA",
     "VERSION_FILE",
     "ShardInfo",
     "ShardWriter",
     "first_version",
-    "manifest_of",
     "shard_name",
     "spans_file",
     "version_entry",
+    "write_manifest",
+    "write_manifests",
 ]
 
 VERSION_FILE = "VERSION.json"
 MANIFEST = "manifest.json"
+ENCODING_FILE = "encoding.tiktoken"
+"""The ranks that every run keeps beside its tokens, so that they can be read wherever they go."""
 
 SPANS_SCHEMA = pa.schema(
     [
@@ -89,15 +97,34 @@ def version_entry(folder: str, manifest: str, manifest_sha256: str, shards: Iter
     }
 
 
-def manifest_of(shards: Sequence[ShardInfo], **told: Any) -> dict[str, Any]:
-    """The manifest of a source's shards, with what is ``told`` of it besides."""
-    tokens, documents = (sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents"))
-    return {**told, "tokens": tokens, "documents": documents, "shards": list(map(asdict, shards))}
+def write_manifest(
+    tokens: str, stream: str, name: str, shards: Sequence[ShardInfo], told: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the manifest of a stream's shards, with what is ``told`` of it besides; return its :func:`version_entry`
+    of the folder ``tokens``."""
+    path = storage.join(tokens, stream, name)
+    sums = {count: sum(getattr(shard, count) for shard in shards) for count in ("tokens", "documents")}
+    storage.write_json(path, {**told, **sums, "shards": list(map(asdict, shards))})
+    return version_entry(stream, name, storage.sha256(path), shards)
 
 
 def first_version(encoding: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[str, Any]:
     """``VERSION.json`` of a new corpus. ``sources``: each stream's :func:`version_entry`."""
     return {"version": 1, "parent": None, "kind": "initial", "encoding": encoding, "sources": sources}
+
+
+def write_manifests(
+    tokens: str, encoding: Encoding, eot_id: int, streams: Mapping[str, Sequence[ShardInfo]], **told: Any
+) -> dict[str, Any]:
+    """Write the manifests of a new corpus, with what is ``told`` of each stream; return its ``VERSION.json``."""
+    ids = {"vocab_size": encoding.vocab_size, "dtype": encoding.dtype, "eot_id": eot_id}
+    about = {**told, **ids, "encoding": encoding.name, "ranks_sha256": encoding.ranks_sha256}
+    entries = {
+        stream: write_manifest(tokens, stream, MANIFEST, shards, {**about, "source": stream})
+        for stream, shards in streams.items()
+    }
+    ranks = {"name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256}
+    return first_version({**ranks, **ids}, entries)
 
 
 def spans_file(doc_ids: bytes, lengths: np.ndarray, purged: np.ndarray) -> bytes:
@@ -106,9 +133,7 @@ def spans_file(doc_ids: bytes, lengths: np.ndarray, purged: np.ndarray) -> bytes
     ``doc_ids``: 16 bytes a document; ``lengths``: int64[n], EOT included; ``purged``: bool[n].
     """
     starts = np.cumsum(lengths) - lengths
-    ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(lengths), [None, pa.py_buffer(doc_ids)])
-    columns = [ids, pa.array(starts, pa.int64()), pa.array(lengths, pa.int64()), pa.array(purged, pa.bool_())]
-    table = pa.Table.from_arrays(columns, schema=SPANS_SCHEMA)
+    table = pa.table([column_of(doc_ids), starts, lengths, purged], schema=SPANS_SCHEMA)
     sink = io.BytesIO()
     pq.write_table(
         table, sink, row_group_size=_SPANS_ROW_GROUP, compression="zstd", use_dictionary=False, version="2.6"

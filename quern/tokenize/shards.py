@@ -45,9 +45,10 @@ class ShardReader:
     long as it is neither closed nor forgotten, the files of the version that it opened stay where the file system has
     locks, even if a purge makes another version of the corpus meanwhile.
 
-    Attributes: ``source``, ``version`` (of the corpus), ``encoding`` (name), ``ranks_path``, ``vocab_size``, ``dtype``,
-    ``eot_id``, ``seed``, ``shards`` (their :class:`ShardInfo`), ``offsets`` (int64[shards + 1]: where each shard starts
-    in the stream), ``total_tokens``, ``num_documents``.
+    Attributes: ``source``, ``version`` (of the corpus), ``entry`` (what it says of the source), ``version_encoding``
+    (and of the encoding), ``manifest`` (all that the source's says), ``encoding`` (name), ``ranks_path``,
+    ``vocab_size``, ``dtype``, ``eot_id``, ``seed``, ``shards`` (their :class:`ShardInfo`), ``offsets`` (int64[shards +
+    1]: where each shard starts in the stream), ``total_tokens``, ``num_documents``.
 
     Raises:
         InputError: no version lists the source, or a file does not agree with it; the file is named. ``verify`` reads
@@ -60,6 +61,7 @@ class ShardReader:
         self.path = os.path.abspath(storage.split(path)[1])
         self.root, self.source = os.path.split(self.path)
         version, listed = self._open()
+        self.entry, self.manifest, self.version_encoding = listed.entry, listed.manifest, version["encoding"]
         manifest = listed.manifest
         self.version: int = version["version"]
         self.ranks_path = os.path.join(self.root, version["encoding"]["ranks"])

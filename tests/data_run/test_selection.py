@@ -29,9 +29,10 @@ from quern.data_run.selection.run import Selection, select
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.proof.placed import strangers
 from quern.mixtures.importance.draw import CANDIDATE, Draw
-from quern.mixtures.importance.table import published
-from quern.mixtures.importance.table import rows_of as table_rows
 from quern.mixtures.importance.weights import gumbel
+from quern.tokenize.selection.measures import published
+from quern.tokenize.selection.measures import rows_of as table_rows
+from quern.tokenize.writing import choose
 from support.lineage.runs import Listing
 from support.lineage.selections import files_of, read_documents, rows_of, write_topics
 
@@ -217,7 +218,7 @@ def test_the_order_of_tasks_and_their_sizes_change_no_byte(folder: Path, monkeyp
     shutil.rmtree(folder / "run" / "measures")
     monkeypatch.setattr(module, "InProcess", Backwards)
     monkeypatch.setattr(pool, "JOIN_DOCUMENTS", 1)
-    monkeypatch.setattr(pool, "_TEXT_ROWS", 3)
+    monkeypatch.setattr(choose, "_TEXT_ROWS", 3)
     selected(folder)
     assert files_of(folder / "run", "mill") == first
 
@@ -494,7 +495,7 @@ def test_a_selection_that_is_complete_is_not_made_again(folder: Path, monkeypatc
             selected(folder, targets=(str(folder / "moved.jsonl"),), **more)
     part = folder / "run" / "measures" / "mill" / "part-00001.parquet"
     part.write_bytes(part.read_bytes()[:-1] + b"?")
-    with pytest.raises(InputError, match=r"part-00001.parquet: missing or changed; remove .*measures/mill"):
+    with pytest.raises(InputError, match=r"part-00001.parquet: is missing or changed: .*; remove .*measures/mill"):
         selected(folder, targets=(str(folder / "moved.jsonl"),))
 
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from quern.cli.main import app
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.errors import InputError
-from quern.lineage.index.decided import Redecided, decisions_file, is_decisions_file
+from quern.lineage.index.changes import CHANGE_FILE
+from quern.lineage.index.decided import Redecided, decisions_file
 from quern.lineage.sql.query import query
 from quern.lineage.store import IndexedRun
 from quern.lineage.trace import summaries, trace
@@ -177,7 +178,7 @@ def test_it_is_shown(case: Case) -> None:
 
 def test_a_damaged_table_of_decisions_is_named(case: Case) -> None:
     path = case.run / "tokens" / decisions_file(2)
-    assert is_decisions_file(path.name)
+    assert CHANGE_FILE.fullmatch(path.name)
     path.write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"decisions\.v2\.parquet: cannot be read"):
         Redecided(str(case.run / "tokens"), 2)

@@ -47,6 +47,7 @@ def test_tokens_are_those_of_the_text_and_read_by_range(
 ) -> None:
     run, listing, restored = case
     monkeypatch.setattr(restored_tokens, "_GROUP_BYTES", 3000)
+    monkeypatch.setattr(restored_tokens, "_TOKENS", 3)
     path = str(tmp_path / "tokens.parquet")
     count = write_tokens(str(run), restored, path)
     assert pq.ParquetFile(path).num_row_groups > 5

@@ -18,7 +18,7 @@ from quern.config import digest, show
 from quern.errors import InputError, QuernError
 
 __all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "check_writable", "is_complete", "look", "open_run",
-           "remove_torn", "sole_driver"]  # fmt: skip
+           "read_id", "remove_torn", "sole_driver", "torn"]  # fmt: skip
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -69,6 +69,20 @@ def is_complete(path: str) -> bool:
     file = storage.join(path, "run.json")
     record = storage.read_json(file) if storage.exists(file) else None
     return isinstance(record, dict) and record.get("status") == "complete"
+
+
+def read_id(path: str) -> str:
+    """The identity of the data run at ``path``.
+
+    Raises:
+        InputError: ``run.json`` is not there, or has none.
+    """
+    file = storage.join(path, "run.json")
+    record = storage.read_json(file)
+    ident = record.get("id") if isinstance(record, dict) else None
+    if not isinstance(ident, str) or not ident:
+        raise InputError(f"{file}: id: expected the identity of a data run, got {ident!r:.60}")
+    return ident
 
 
 @contextmanager
@@ -271,13 +285,21 @@ def sole_driver(path: str) -> Iterator[None]:
         yield
 
 
-def remove_torn(path: str) -> None:
-    """Remove what killed drivers and workers left: temporary files and incomplete uploads."""
+def remove_torn(path: str, besides: str | None = None) -> None:
+    """Remove what killed drivers and workers left: temporary files, but for those in the folder ``besides`` below
+    ``path``, and incomplete uploads."""
     if not storage.is_local(path):
         storage.give_up_uploads(path)
         return
-    for folder, _, names in os.walk(storage.split(path)[1]):
-        for name in names:
-            if storage.is_temporary(name):
-                with suppress(FileNotFoundError):  # its writer may still be there, and just be done
-                    os.unlink(os.path.join(folder, name))
+    for file in torn(path, besides):
+        with suppress(FileNotFoundError):  # its writer may still be there, and just be done
+            os.unlink(file)
+
+
+def torn(path: str, besides: str | None = None) -> Iterator[str]:
+    """The temporary files below a local folder, but for those in its folder ``besides``."""
+    root = storage.split(path)[1]
+    for folder, below, names in os.walk(root):
+        if folder == root:
+            below[:] = [name for name in below if name != besides]
+        yield from (os.path.join(folder, name) for name in names if storage.is_temporary(name))

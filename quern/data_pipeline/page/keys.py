@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-__all__ = ["KEY", "bytes_of", "contains", "key_set", "keys_of", "places"]
+__all__ = ["KEY", "bytes_of", "column_of", "contains", "key_set", "keys_of", "places"]
 
 #: A 16-byte key as NumPy sorts it; equal only where all 16 bytes are.
 KEY = np.dtype("S16")
@@ -19,6 +19,11 @@ def bytes_of(column: pa.Array) -> memoryview:
     if not len(column):
         return memoryview(b"")
     return memoryview(column.buffers()[1])[16 * column.offset : 16 * (column.offset + len(column))]
+
+
+def column_of(keys: bytes) -> pa.Array:
+    """A column of 16-byte keys, which are given one after the other."""
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys) // 16, [None, pa.py_buffer(keys)])
 
 
 def keys_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

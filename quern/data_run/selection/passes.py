@@ -13,21 +13,23 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.dedup.exchange import read_records
-from quern.data_pipeline.page.document import HASH
+from quern.data_pipeline.page.keys import column_of
 from quern.data_run.selection.pool import read_texts
 from quern.data_run.selection.targets import TargetFile, target_texts
 from quern.mixtures.importance.draw import CANDIDATE
 from quern.mixtures.importance.features import Features
-from quern.mixtures.importance.table import SCHEMA
 from quern.mixtures.importance.weights import gumbel, log_sums
+from quern.tokenize.place import doc_ids
+from quern.tokenize.selection.measures import SCHEMA
 
-__all__ = ["CHOSEN", "candidates", "count_table", "count_target", "weigh", "write_part"]
+__all__ = ["CHOSEN", "COUNTS", "candidates", "count_table", "count_target", "weigh", "write_part"]
 
 #: A document with its weight; ``score`` is that with its noise, and -inf where it has too few words to be chosen.
 _WEIGHED = np.dtype(
     [("high", "<u8"), ("low", "<u8"), ("log_weight", "<f8"), ("score", "<f8"), ("tokens", "<i8"), ("words", "<i8")]
 )
 CHOSEN = np.dtype([("row", "<i8"), ("rank", "<i8")])
+COUNTS = ("documents", "short", "words", "tokens", "chosen", "chosen_tokens")
 _BLOCK = 1 << 17
 
 _features = lru_cache(maxsize=1)(Features)
@@ -49,12 +51,12 @@ def weigh(table: str, lengths: str, ratio: str, seed: int, min_words: int, file:
     log_ratio = np.frombuffer(storage.read_bytes(ratio), np.float64)
     features = _features(len(log_ratio))
     with storage.publish(file) as stream:
-        for doc_ids, texts, tokens in read_texts(table, lengths):
-            rows = np.zeros(len(doc_ids), _WEIGHED)
-            rows["high"], rows["low"] = np.frombuffer(b"".join(doc_ids), ">u8").reshape(-1, 2).T
+        for ids, texts, tokens in read_texts(table, lengths):
+            rows = np.zeros(len(ids), _WEIGHED)
+            rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
             rows["log_weight"], rows["words"] = features.log_weights(texts, log_ratio)
             rows["tokens"] = tokens
-            noisy = rows["log_weight"] + gumbel(seed, doc_ids)
+            noisy = rows["log_weight"] + gumbel(seed, ids)
             rows["score"] = np.where(rows["words"] >= min_words, noisy, -np.inf)
             stream.write(rows.tobytes())
 
@@ -80,16 +82,15 @@ def candidates(file: str, part: int) -> Iterator[np.ndarray]:
 def write_part(weighed: str, chosen: str, file: str) -> dict[str, Any]:
     """Task: write a part of the table; what the manifest says of it. ``chosen``: a file of :data:`CHOSEN`, by row."""
     ranked = np.frombuffer(storage.read_bytes(chosen), CHOSEN)
-    sums, found = [], dict.fromkeys(("documents", "short", "words", "tokens", "chosen", "chosen_tokens"), 0)
+    sums, found = [], dict.fromkeys(COUNTS, 0)
     with storage.publish(file) as stream, pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
         for first, block in _blocks(weighed):
             begin, end = np.searchsorted(ranked["row"], [first, first + len(block)])
             ranks = np.full(len(block), -1)
             ranks[ranked["row"][begin:end] - first] = ranked["rank"][begin:end]
             taken = ranks >= 0
-            ids = pa.py_buffer(np.stack([block["high"], block["low"]], axis=1).astype(">u8").tobytes())
             columns = [
-                pa.FixedSizeBinaryArray.from_buffers(HASH, len(block), [None, ids]),
+                column_of(doc_ids(block).tobytes()),
                 pa.array(block["log_weight"]), pa.array(ranks, mask=~taken), pa.array(taken),
             ]  # fmt: skip
             writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA))

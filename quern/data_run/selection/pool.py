@@ -10,24 +10,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
-from quern.data_pipeline.dedup.passes.facts import read_rows
-from quern.data_pipeline.execution.run_directory import is_complete
+from quern.data_pipeline.execution.run_directory import is_complete, read_id
 from quern.data_pipeline.page.keys import KEY, keys_of, places
-from quern.errors import InputError, QuernError
+from quern.errors import InputError
 from quern.storage.parquet import open_table, read_batches
 from quern.tokenize.corpus_version import read_listed, read_version
 from quern.tokenize.shard_format import VERSION_FILE
-from quern.tokenize.writing.choose import group_partitions
+from quern.tokenize.writing.choose import group_partitions, marked_texts
 
 __all__ = ["Pool", "open_pool", "place", "place_tasks", "read_texts"]
 
 #: Rows of tables of texts that a task joins at once, about 100 MB; the spans of a source are read once for so many.
 JOIN_DOCUMENTS = 2_000_000
-_JOIN_ROWS, _TEXT_ROWS = 1 << 18, 256
+_JOIN_ROWS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def open_pool(run: str, sources: Sequence[str] = ()) -> Pool:
             with open_table(path, ["doc_id", "text"], expected="texts of a data run") as table:
                 texts.append((source, path, table.metadata.num_rows))
     record = {
-        "path": run, "run_id": storage.read_json(storage.join(run, "run.json")).get("id"),
+        "path": run, "run_id": read_id(run),
         "corpus_version": version["version"], "sha256": storage.sha256(storage.join(tokens, VERSION_FILE)),
     }  # fmt: skip
     return Pool(run, record, spans, tuple(texts))
@@ -105,16 +103,6 @@ def place(tables: Sequence[tuple[str, int]], spans: Sequence[str], files: Sequen
 
 def read_texts(table: str, lengths: str) -> Iterator[tuple[list[bytes], list[str], np.ndarray]]:
     """doc_ids, texts and tokens of the documents in a table of texts that training reads, some at a time. ``lengths``:
-    the file that :func:`place` wrote of it.
-
-    Raises:
-        QuernError: the table has another number of rows than it had then.
-    """
-    tokens, first = np.frombuffer(storage.read_bytes(lengths), np.int64), 0
-    for batch in read_rows(table, ["doc_id", "text"], _TEXT_ROWS):
-        wanted = np.flatnonzero(tokens[first : first + len(batch)])
-        taken = batch.take(pa.array(wanted))
-        yield taken["doc_id"].to_pylist(), taken["text"].to_pylist(), tokens[first + wanted]
-        first += len(batch)
-    if first != len(tokens):
-        raise QuernError(f"{table}: has {first} rows, {len(tokens)} when its documents were looked up; start again")
+    the file that :func:`place` wrote of it."""
+    tokens = np.frombuffer(storage.read_bytes(lengths), np.int64)
+    return marked_texts(table, tokens, tokens > 0)

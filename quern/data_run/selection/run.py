@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,18 +21,25 @@ from quern.config import show
 from quern.data_pipeline.execution.engine import Engine, InProcess, open_engine
 from quern.data_pipeline.execution.fence import Fence
 from quern.data_pipeline.execution.run_directory import remove_torn, sole_driver
-from quern.data_run.selection.passes import CHOSEN, candidates, count_table, count_target, weigh, write_part
+from quern.data_run.selection.passes import CHOSEN, COUNTS, candidates, count_table, count_target, weigh, write_part
 from quern.data_run.selection.pool import Pool, open_pool, place, place_tasks
 from quern.data_run.selection.targets import TargetFile, open_targets
 from quern.errors import InputError, QuernError
 from quern.mixtures.importance.draw import Draw
-from quern.mixtures.importance.table import FORMAT, MANIFEST, PART, SCRATCH, check_name, folder, part, read_manifest
 from quern.mixtures.importance.weights import SMOOTHING, effective_size, log_ratio
+from quern.tokenize.selection.measures import (
+    FORMAT,
+    MANIFEST,
+    PART,
+    SCRATCH,
+    check_name,
+    checked_parts,
+    folder,
+    part,
+    read_manifest,
+)
 
 __all__ = ["Selection", "select"]
-
-Tasks = Iterable[tuple[tuple[Any, ...], Sequence[str]]]
-"""Arguments of tasks, with the files that each writes."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +140,7 @@ def _standing(asked: Selection, root: str, parameters: Mapping[str, Any]) -> dic
         if there != here:
             told = f"{name} is {show(there)} there and {show(here)} here"
             raise InputError(f"{path}: holds another selection: {told}; give another --name")
-    for number, own in enumerate(manifest["parts"]):
-        file = part(asked.run, asked.name, number)
-        if not storage.is_file(file) or storage.sha256(file) != own["sha256"]:
-            raise InputError(f"{file}: missing or changed; remove {root} to have it written again")
+    checked_parts(asked.run, asked.name)
     with suppress(OSError):
         storage.remove_tree(storage.join(root, ".work"))
     return manifest
@@ -182,10 +186,12 @@ class _Scratch:
         """The files of a pass."""
         return [storage.join(self.folder, name, f"{index:06d}") for index in range(number)]
 
-    def run(self, label: str, function: Callable[..., Any], tasks: Tasks) -> None:
-        """Run each task whose files are not all there."""
-        there, tasks = {storage.split(file)[1] for file in storage.list_files(self.folder)}, list(tasks)
-        left = [task for task, files in tasks if not there.issuperset(storage.split(file)[1] for file in files)]
+    def run(self, label: str, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> None:
+        """Run each task whose file or files, its last argument, are not all there."""
+        there = {storage.split(file)[1] for file in storage.list_files(self.folder)}
+        written = [[task[-1]] if isinstance(task[-1], str) else task[-1] for task in tasks]
+        whole = [there.issuperset(storage.split(file)[1] for file in files) for files in written]
+        left = [task for task, done in zip(tasks, whole, strict=True) if not done]
         self.tell(f"{label}: {len(left):,} of {len(tasks):,} tasks left")
         for _ in self.engine.map(function, left, label=f"selection: {label}"):
             pass
@@ -193,9 +199,9 @@ class _Scratch:
     def count(self, label: str, pool: Pool, num_buckets: int) -> tuple[list[str], list[str]]:
         """Files of which documents of a pool are read, and of their features."""
         placed, counts = (self.files(f"{kind}-{label}", len(pool.texts)) for kind in ("placed", "counts"))
-        self.run(f"documents of {label}", place, ((task, task[2]) for task in place_tasks(pool, placed)))
+        self.run(f"documents of {label}", place, place_tasks(pool, placed))
         each = zip(pool.texts, placed, counts, strict=True)
-        tasks = (((table, lengths, num_buckets, file), [file]) for (_, table, _), lengths, file in each)
+        tasks = [(table, lengths, num_buckets, file) for (_, table, _), lengths, file in each]
         self.run(f"features of {label}", count_table, tasks)
         return placed, counts
 
@@ -205,7 +211,7 @@ def _passes(
 ) -> dict[str, Any]:
     """Write the table; what the manifest says of it."""
     counts = scratch.files("counts-target", len(files))
-    tasks = (((own, asked.num_buckets, file), [file]) for own, file in zip(files, counts, strict=True))
+    tasks = [(own, asked.num_buckets, file) for own, file in zip(files, counts, strict=True)]
     scratch.run("features of the target", count_target, tasks)
     for number, other in enumerate(like):
         counts += scratch.count(f"target-{number}", other, asked.num_buckets)[1]
@@ -220,14 +226,13 @@ def _passes(
     weighed, chosen = (scratch.files(name, len(pool.texts)) for name in ("weighed", "chosen"))
     each = zip(pool.texts, placed, weighed, strict=True)
     how = (ratio, asked.seed, asked.min_words)
-    scratch.run("weights", weigh, (((table, lengths, *how, file), [file]) for (_, table, _), lengths, file in each))
+    scratch.run("weights", weigh, [(table, lengths, *how, file) for (_, table, _), lengths, file in each])
     _draw(asked, weighed, chosen)
     parts = [part(asked.run, asked.name, number) for number in range(len(chosen))]
     done = dict(scratch.engine.map(write_part, [*zip(weighed, chosen, parts, strict=True)], label="selection: table"))
     written = [done[number] for number in range(len(parts))]
-    names = ("documents", "short", "words", "tokens", "chosen", "chosen_tokens")
     return {
-        **{name: sum(own[name] for own in written) for name in names},
+        **{name: sum(own[name] for own in written) for name in COUNTS},
         "effective_size": effective_size(sums for own in written for sums in own["sums"]),
         "features": int(raw.sum()),
         "target_features": int(target.sum()),

@@ -18,10 +18,9 @@ from quern.lineage.answers.opened import open_data_run, open_training_run
 from quern.lineage.answers.show import show_answer
 from quern.lineage.answers.step import step_answer
 from quern.lineage.match import AUTO, DEFAULT_N, match
-from quern.lineage.sql.query import UNFINISHED, query_table
+from quern.lineage.sql.query import UNFINISHED, classify, query_table
 from quern.lineage.store import IndexedRun
 from quern.lineage.training import TrainingRun
-from quern.train.history.branch import LEDGER_FILE
 from quern.train.history.consumers import read_consumers
 
 __all__ = ["Lineage"]
@@ -53,10 +52,8 @@ class Lineage:
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
-        self.path = os.path.abspath(run)
-        self.kind = "training" if os.path.isfile(os.path.join(self.path, LEDGER_FILE)) else "data"
-        if self.kind == "data" and not os.path.isfile(os.path.join(self.path, "run.json")):
-            raise InputError(f"{run}: expected a data run or a training run: it has neither run.json nor {LEDGER_FILE}")
+        self.path, training = classify(os.fspath(run))
+        self.kind = "training" if training else "data"
         if self.kind == "data" and not is_complete(self.path):
             log.warning("%s: %s", self.path, UNFINISHED)
 

@@ -25,10 +25,10 @@ import pyarrow as pa
 
 from quern import storage
 from quern.config import digest
+from quern.data_pipeline.execution.run_directory import read_id
 from quern.errors import InputError, QuernError
-from quern.lineage.index.changes import is_changes_file
+from quern.lineage.index.changes import CHANGE_FILE
 from quern.lineage.index.columns import DamagedIndexError
-from quern.lineage.index.decided import is_decisions_file
 from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, write_duplicates
 from quern.lineage.index.records import Opened, read_sealed, write_sealed
 from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Segment, VerdictSlice, plan_segments, write_segment
@@ -97,24 +97,15 @@ def survey(run: str) -> State:
     if not storage.is_local(run):
         raise InputError(f"{run}: lineage needs a local copy of the run; copy it here first")
     run = os.path.abspath(storage.split(run)[1])
-    path = os.path.join(run, "run.json")
-    record = storage.read_json(path)
-    ident = record.get("id") if isinstance(record, dict) else None
-    if not isinstance(ident, str) or not ident:
-        raise InputError(f"{path}: id: expected the identity of a data run, got {ident!r}")
     version = os.path.join(run, "tokens", VERSION_FILE)
     return State(
         run,
-        ident,
+        read_id(run),
         tuple(_stamps(os.path.join(run, "verdicts"))),
         storage.sha256(version) if os.path.exists(version) else None,
         tuple(stamp for stamp in _stamps(run, "duplicates") if os.path.basename(stamp[0]) in (DECISIONS, CLUSTERS)),
-        tuple(stamp for stamp in _stamps(run, "tokens") if _tells_changes(os.path.basename(stamp[0]))),
+        tuple(stamp for stamp in _stamps(run, "tokens") if CHANGE_FILE.fullmatch(os.path.basename(stamp[0]))),
     )
-
-
-def _tells_changes(name: str) -> bool:
-    return is_changes_file(name) or is_decisions_file(name)
 
 
 def _stamps(folder: str, only: str | None = None) -> Iterator[tuple[str, int, int]]:

@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from quern import storage
-from quern.data_pipeline.page.keys import places
+from quern.data_pipeline.page.keys import KEY, column_of, places
 from quern.errors import InputError
 from quern.storage.parquet import open_table
 
 __all__ = [
-    "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "files_below", "is_changes_file", "purged_at",
+    "CHANGES_SCHEMA", "CHANGE_FILE", "PURGED", "RESTORED", "Purges", "changes_file", "of_versions", "purged_at",
     "written_by",
 ]  # fmt: skip
 
@@ -29,10 +29,10 @@ CHANGES_SCHEMA = pa.schema(
     [pa.field("doc_id", pa.binary(16), nullable=False), pa.field("action", pa.string(), nullable=False)]
 )
 
+CHANGE_FILE = re.compile(r"(?:changes|decisions)\.v([1-9][0-9]*)\.parquet")
+"""Names of files below ``tokens/`` that tell what a version changed: documents, and decisions about duplicates."""
 _CHANGES = re.compile(r"changes\.v([1-9][0-9]{0,8})\.parquet")
 _WRITTEN = re.compile(r"shard_[0-9]{5,9}(?:\.v([1-9][0-9]{0,8}))?\.spans\.parquet")
-#: A doc_id as NumPy sorts it; equal only where all 16 bytes are.
-_ID = np.dtype("S16")
 
 U32 = NDArray[np.uint32]
 
@@ -40,11 +40,6 @@ U32 = NDArray[np.uint32]
 def changes_file(version: int) -> str:
     """Name below ``tokens/`` of what a version changed."""
     return f"changes.v{version}.parquet"
-
-
-def is_changes_file(name: str) -> bool:
-    """Whether :func:`changes_file` gives this name for some version."""
-    return _CHANGES.fullmatch(name) is not None
 
 
 def written_by(spans: str) -> int:
@@ -76,14 +71,11 @@ class Purges:
     """
 
     def __init__(self, tokens: str, version: int) -> None:
-        self._ids = np.empty(0, _ID)
+        self._ids = np.empty(0, KEY)
         self._versions = np.empty(0, np.uint32)
         self._restored, self._restored_by = self._ids, self._versions
-        paths = files_below(tokens) if version > 1 else []
-        found = [(int(match[1]), path) for path in paths if (match := _CHANGES.fullmatch(os.path.basename(path)))]
-        for number, path in sorted(found):
-            if number <= version:  # a later one is of a version that is being written
-                self._add(path, number)
+        for number, path in of_versions(tokens, _CHANGES, version):
+            self._add(path, number)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -96,7 +88,7 @@ class Purges:
         for row in np.flatnonzero(~(purged | restored))[:1].tolist():
             got = changes["action"][row].as_py().decode(errors="backslashreplace")
             raise InputError(f"{path}: row {row}: action: expected {PURGED} or {RESTORED}, got {got!r:.40}")
-        ids = np.array(changes["doc_id"].to_pylist(), _ID)
+        ids = np.array(changes["doc_id"].to_pylist(), KEY)
         kept = ~np.isin(self._ids, ids[restored])
         new = np.setdiff1d(ids[purged], self._ids[kept])  # purged twice: since the first time
         self._ids, self._versions = _joined(self._ids[kept], self._versions[kept], new, version)
@@ -150,17 +142,21 @@ class Purges:
 
 
 def _table(ids: np.ndarray, versions: U32) -> pa.Table:
-    data = pa.py_buffer(ids.tobytes())
-    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(ids), [None, data])
-    return pa.table({"doc_id": column, "version": pa.array(versions)})
+    return pa.table({"doc_id": column_of(ids.tobytes()), "version": pa.array(versions)})
 
 
-def files_below(folder: str) -> list[str]:
-    """The files of a folder, on any store."""
-    if storage.is_local(folder):
-        inner = storage.split(folder)[1]
-        return [os.path.join(inner, name) for name in os.listdir(inner)]
-    return [path for path in storage.list_files(folder) if path.count("/") == folder.rstrip("/").count("/") + 1]
+def of_versions(tokens: str, named: re.Pattern[str], version: int) -> list[tuple[int, str]]:
+    """The files of the folder ``tokens``, on any store, whose names tell a version up to ``version``, and these, in
+    turn: a later one is of a version that is being written, and the first one has none."""
+    if version < 2:
+        return []
+    if storage.is_local(tokens):
+        inner = storage.split(tokens)[1]
+        paths = [os.path.join(inner, name) for name in os.listdir(inner)]
+    else:
+        paths = [own for own in storage.list_files(tokens) if own.count("/") == tokens.rstrip("/").count("/") + 1]
+    found = [(int(match[1]), path) for path in paths if (match := named.fullmatch(os.path.basename(path)))]
+    return sorted(own for own in found if own[0] <= version)
 
 
 def _joined(ids: np.ndarray, versions: U32, new: np.ndarray, version: int) -> tuple[np.ndarray, U32]:
@@ -172,7 +168,7 @@ def _joined(ids: np.ndarray, versions: U32, new: np.ndarray, version: int) -> tu
 
 def _look_up(ids: np.ndarray, versions: U32, doc_ids: bytes | memoryview) -> tuple[NDArray[np.bool_], U32]:
     """Whether each document is one of ``ids``, and its version (0 if not)."""
-    wanted = np.frombuffer(doc_ids, _ID)
+    wanted = np.frombuffer(doc_ids, KEY)
     at = places(ids, wanted)
     found = np.zeros(len(wanted), np.uint32)
     found[at >= 0] = versions[at[at >= 0]]

@@ -145,6 +145,12 @@ class Column:
     def __len__(self) -> int:
         return len(self.items)
 
+    def sized(self, count: int) -> Self:
+        """This column, which must have so many items."""
+        if len(self) != count:
+            raise DamagedIndexError(self.path, f"has {len(self)} items, expected {count}")
+        return self
+
     def check(self) -> None:
         """Compare every checksum. What was mapped for it is given back on the way."""
         for first in range(0, len(self._sums), _MAPPED_BLOCKS):

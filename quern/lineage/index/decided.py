@@ -8,7 +8,6 @@ decision any more.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +16,11 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
-from quern.lineage.index.changes import Purges, files_below
+from quern.lineage.index.changes import Purges, of_versions
 from quern.storage.parquet import open_table
 from quern.tokenize.corpus_version import fields
 
-__all__ = ["REDECIDED_SCHEMA", "Redecided", "decisions_file", "is_decisions_file", "redecided"]
+__all__ = ["REDECIDED_SCHEMA", "Redecided", "decisions_file", "redecided"]
 
 _DECISIONS = re.compile(r"decisions\.v([1-9][0-9]{0,8})\.parquet")
 #: As :meth:`Redecided.table` has them: ``kind`` and what follows are null where the document is kept now.
@@ -39,11 +38,6 @@ def decisions_file(version: int) -> str:
     return f"decisions.v{version}.parquet"
 
 
-def is_decisions_file(name: str) -> bool:
-    """Whether :func:`decisions_file` gives this name for some version."""
-    return _DECISIONS.fullmatch(name) is not None
-
-
 class Redecided:
     """New decisions about duplicates by versions up to ``version`` of the corpus in ``tokens``; local or on a store.
 
@@ -55,14 +49,10 @@ class Redecided:
 
     def __init__(self, tokens: str, version: int) -> None:
         self._rows: dict[bytes, dict[str, Any]] = {}
-        paths = files_below(tokens) if version > 1 else []
-        found = [(int(match[1]), path) for path in paths if (match := _DECISIONS.fullmatch(os.path.basename(path)))]
-        for number, path in sorted(found):
-            if number <= version:
-                for row in _read(path):
-                    self._rows[row["doc_id"]] = {**row, "version": number}
-        restored = Purges(tokens, version).restored_table() if version > 1 else None
-        for row in restored.to_pylist() if restored is not None else ():
+        for number, path in of_versions(tokens, _DECISIONS, version):
+            for row in _read(path):
+                self._rows[row["doc_id"]] = {**row, "version": number}
+        for row in Purges(tokens, version).restored_table().to_pylist():
             known = self._rows.get(row["doc_id"])
             if known is None or known["version"] < row["version"]:
                 self._rows[row["doc_id"]] = dict.fromkeys(REDECIDED_SCHEMA.names) | row

@@ -11,25 +11,18 @@ import pyarrow as pa
 
 from quern.data_pipeline.page.keys import bytes_of
 from quern.errors import InputError, one_line
-from quern.lineage.index.columns import I64, Column, DamagedIndexError
+from quern.lineage.index.columns import I64, Column
 from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
 from quern.storage.parquet import Table, open_table, require_columns
 
-__all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_cells", "read_row", "write_duplicates"]
+__all__ = ["CLUSTERS", "DECISIONS", "Duplicates", "read_cells", "read_row", "write_duplicates"]
 
 DECISIONS = "decisions.parquet"
 CLUSTERS = "clusters.parquet"
 #: The two columns of doc_ids of each table below ``duplicates/``.
 _IDS = {DECISIONS: ("doc_id", "duplicate_of"), CLUSTERS: ("doc_id", "cluster_id")}
 _ROWS = 1 << 17
-#: A row of decisions as it is read.
-DECISION = pa.schema(
-    {
-        "doc_id": pa.binary(16), "kind": pa.string(), "duplicate_of": pa.binary(16), "cluster_id": pa.binary(16),
-        "similarity": pa.float64(), "band": pa.int64(),
-    }
-)  # fmt: skip
 
 
 def write_duplicates(folder: str, scratch: str, tables: str, segments: Sequence[Segment], num_documents: int) -> None:
@@ -38,29 +31,16 @@ def write_duplicates(folder: str, scratch: str, tables: str, segments: Sequence[
     Raises:
         InputError: a table is damaged, or names a document that has no verdict.
     """
-    path = os.path.join(tables, DECISIONS)
-    rows = _num_rows(path)
-    decision_of = Pairs(scratch, "decision_of", rows, num_documents)
-    removed_for = Pairs(scratch, "removed_for", rows, num_documents)
-    first = 0
-    for removed, survivors in _numbers(path, _IDS[DECISIONS], scratch, segments, rows):
-        decision_of.add(removed, np.arange(first, first + len(removed)))
-        removed_for.add(survivors, removed)
-        first += len(removed)
-    path = os.path.join(tables, CLUSTERS)
-    rows = _num_rows(path)
-    cluster_of = Pairs(scratch, "cluster_of", rows, num_documents)
-    members_of = Pairs(scratch, "members_of", rows, num_documents)
-    for members, clusters in _numbers(path, _IDS[CLUSTERS], scratch, segments, rows):
-        cluster_of.add(members, clusters)
-        members_of.add(clusters, members)
-    for name, pairs in (
-        ("decision_of", decision_of),
-        ("removed_for", removed_for),
-        ("cluster_of", cluster_of),
-        ("members_of", members_of),
-    ):
-        pairs.write(f"{folder}/{name}")
+    for table, names in ((DECISIONS, ("decision_of", "removed_for")), (CLUSTERS, ("cluster_of", "members_of"))):
+        path, first = os.path.join(tables, table), 0
+        rows = _num_rows(path)
+        forth, back = (Pairs(scratch, name, rows, num_documents) for name in names)
+        for own, others in _numbers(path, _IDS[table], scratch, segments, rows):
+            forth.add(own, np.arange(first, first + len(own)) if table == DECISIONS else others)
+            back.add(others, own)
+            first += len(own)
+        for name, pairs in zip(names, (forth, back), strict=True):
+            pairs.write(f"{folder}/{name}")
 
 
 def _numbers(
@@ -166,9 +146,7 @@ def _is_number(kind: pa.DataType) -> bool:
 class _Pairs:
     def __init__(self, path: str) -> None:
         self.numbers = Column(f"{path}.numbers", "<i8")
-        self._values = Column(f"{path}.values", "<i8")
-        if len(self.numbers) != len(self._values):
-            raise DamagedIndexError(self._values.path, f"has {len(self._values)} items, expected {len(self.numbers)}")
+        self._values = Column(f"{path}.values", "<i8").sized(len(self.numbers))
 
     def check(self) -> None:
         self.numbers.check()
@@ -183,26 +161,24 @@ class Duplicates:
     """Reads what :func:`write_duplicates` wrote."""
 
     def __init__(self, folder: str) -> None:
-        self._decision_of = _Pairs(f"{folder}/decision_of")
-        self._removed_for = _Pairs(f"{folder}/removed_for")
-        self._cluster_of = _Pairs(f"{folder}/cluster_of")
-        self._members_of = _Pairs(f"{folder}/members_of")
+        names = ("decision_of", "removed_for", "cluster_of", "members_of")
+        self._pairs = {name: _Pairs(f"{folder}/{name}") for name in names}
 
     def check(self) -> None:
         """Compare every checksum."""
-        for pairs in (self._decision_of, self._removed_for, self._cluster_of, self._members_of):
+        for pairs in self._pairs.values():
             pairs.check()
 
     def decision_row(self, number: int) -> int | None:
         """The row of the document's decision in its table; None if it was not removed."""
-        rows = self._decision_of.of(number)
+        rows = self._pairs["decision_of"].of(number)
         return int(rows[0]) if len(rows) else None
 
     def removed_for(self, number: int) -> I64:
         """The documents that were removed in favour of this one, ascending."""
-        return self._removed_for.of(number)
+        return self._pairs["removed_for"].of(number)
 
     def cluster(self, number: int) -> I64:
         """All documents of its cluster, itself included, ascending; none if it is alone."""
-        clusters = self._cluster_of.of(number)
-        return self._members_of.of(int(clusters[0])) if len(clusters) else clusters
+        clusters = self._pairs["cluster_of"].of(number)
+        return self._pairs["members_of"].of(int(clusters[0])) if len(clusters) else clusters

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quern.lineage.index.columns import I64, Column, DamagedIndexError, write_column
+from quern.lineage.index.columns import I64, Column, write_column
 
 __all__ = ["U64", "Hashes", "halves", "sort_order", "write_hashes"]
 
@@ -45,11 +45,8 @@ class Hashes:
 
     def __init__(self, path: str) -> None:
         self.high = Column(f"{path}.high", "<u8")
-        self._low = Column(f"{path}.low", "<u8")
-        self._numbers = Column(f"{path}.numbers", "<u4")
-        for column in (self._low, self._numbers):
-            if len(column) != len(self.high):
-                raise DamagedIndexError(column.path, f"has {len(column)} items, expected {len(self.high)}")
+        self._low = Column(f"{path}.low", "<u8").sized(len(self.high))
+        self._numbers = Column(f"{path}.numbers", "<u4").sized(len(self.high))
 
     def check(self) -> None:
         """Compare every checksum."""

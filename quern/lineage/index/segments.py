@@ -236,10 +236,7 @@ class Segment:
         return self._column("rows", "<u4")
 
     def _column(self, name: str, dtype: str) -> Column:
-        column = self._opened.get(f"{self.folder}/{name}", Column, dtype)
-        if len(column) != self.documents:
-            raise DamagedIndexError(column.path, f"has {len(column)} items, expected {self.documents}")
-        return column
+        return self._opened.get(f"{self.folder}/{name}", Column, dtype).sized(self.documents)
 
     @property
     def by_doc(self) -> Hashes:

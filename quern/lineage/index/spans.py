@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from quern.data_pipeline.page.keys import bytes_of
 from quern.errors import InputError
 from quern.lineage.index.changes import U32, Purges, changes_file, purged_at, written_by
-from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError, write_column
+from quern.lineage.index.columns import I64, Column, ColumnWriter, write_column
 from quern.lineage.index.joins import Buckets, Numbers
 from quern.lineage.index.records import Opened
 from quern.lineage.index.segments import Segment
@@ -143,12 +143,10 @@ class _Stream:
     """The columns of one stream."""
 
     def __init__(self, path: str) -> None:
-        self.starts = Column(f"{path}.starts", "<i8")
         self.numbers = Column(f"{path}.numbers", "<i8")
-        self.purged = Column(f"{path}.purged", "<u4")
         self.count = len(self.numbers)
-        if (len(self.starts), len(self.purged)) != (self.count + 1, self.count):
-            raise DamagedIndexError(self.starts.path, f"has {len(self.starts)} items, expected {self.count + 1}")
+        self.starts = Column(f"{path}.starts", "<i8").sized(self.count + 1)
+        self.purged = Column(f"{path}.purged", "<u4").sized(self.count)
 
 
 class SpanColumns:

@@ -90,9 +90,7 @@ class _Frames:
 
     def __init__(self, folder: str, count: int) -> None:
         self.path = f"{folder}/urls"
-        self.column = Column(f"{folder}/url_frames", _FRAME)
-        if len(self.column) != count + 1:
-            raise DamagedIndexError(self.column.path, f"has {len(self.column)} items, expected {count + 1}")
+        self.column = Column(f"{folder}/url_frames", _FRAME).sized(count + 1)
         self._codec = zstandard.ZstdDecompressor()
         try:
             file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (read from for as long as this is)
@@ -146,9 +144,7 @@ class Urls:
         blocks = -(-documents // BLOCK)
         self._frames = _Frames(folder, _KINDS * blocks)
         self._fences = Column(f"{folder}/url_fences", "u1")
-        self._fence_ends = Column(f"{folder}/url_fence_ends", "<i8")
-        if len(self._fence_ends) != blocks + 1:
-            raise DamagedIndexError(self._fence_ends.path, f"has {len(self._fence_ends)} items, expected {blocks + 1}")
+        self._fence_ends = Column(f"{folder}/url_fence_ends", "<i8").sized(blocks + 1)
         # not of a method of this: the cache and this would hold each other, and the files would stay open
         self._block = functools.lru_cache(_CACHED_BLOCKS)(self._frames.read)
 

@@ -3,10 +3,8 @@ of the run."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +16,14 @@ from quern import storage
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.errors import InputError, QuernError, first_line
 from quern.lineage.sql.views import VIEWS, Note, define
-from quern.storage.sql import lock, settings
+from quern.storage.sql import lock, open_run
 from quern.storage.sql_guard import check
 from quern.train.history.branch import LEDGER_FILE
 
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "query", "query_table"]
+__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "classify", "query", "query_table"]
 
 UNFINISHED = "the run is not complete; what it has written so far is read"
 
@@ -93,29 +91,24 @@ def _run(
 ) -> R:
     import duckdb
 
-    run, training = _classify(run)
+    run, training = classify(run)
     if not training and not is_complete(run):
         note(f"{run}: {UNFINISHED}")
-    with tempfile.TemporaryDirectory(prefix="quern-sql-") as scratch:
-        connection = duckdb.connect(":memory:", config=settings(memory_bytes, threads, scratch))
-        with contextlib.closing(connection):
-            views = ("steps",) if training else VIEWS
-            wanted = check(connection, sql, views)
-            alias = os.path.join(scratch, "run")  # no query can know it, and nothing in it is a glob or a quote
-            os.symlink(run, alias)
-            try:
-                define(connection, run, training, alias, wanted, note)
-                lock(connection, [os.path.join(alias, name) for name in _DATA_FOLDERS])
-                return fetch(connection, sql)
-            except duckdb.InterruptException:
-                raise KeyboardInterrupt from None
-            except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
-                raise QuernError(f"sql: {first_line(error).replace(alias, run)}") from None
-            except duckdb.Error as error:
-                raise InputError(f"sql: {first_line(error).replace(alias, run)}") from None
+    with open_run(run, memory_bytes, threads) as (connection, alias):
+        wanted = check(connection, sql, ("steps",) if training else VIEWS)
+        try:
+            define(connection, run, training, alias, wanted, note)
+            lock(connection, [os.path.join(alias, name) for name in _DATA_FOLDERS])
+            return fetch(connection, sql)
+        except duckdb.InterruptException:
+            raise KeyboardInterrupt from None
+        except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+            raise QuernError(f"sql: {first_line(error).replace(alias, run)}") from None
+        except duckdb.Error as error:
+            raise InputError(f"sql: {first_line(error).replace(alias, run)}") from None
 
 
-def _classify(run: str) -> tuple[str, bool]:
+def classify(run: str) -> tuple[str, bool]:
     """The run's folder, and whether it is a training run."""
     if not storage.is_local(run):
         raise InputError(f"{run}: lineage needs a local copy of the run")
@@ -138,11 +131,7 @@ def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None
             break
         rows += found
         size += sum(map(_size, found))
-        if size > _RESULT_BYTES:
-            raise InputError(
-                f"sql: the first {len(rows):,} rows are more than {_RESULT_BYTES >> 20} MiB; ask for fewer of them "
-                "(--limit), for fewer columns, or for a part of long texts: left(text, 1000)"
-            )
+        _check_size(size, len(rows), "fewer of them (--limit)")
     truncated = limit is not None and len(rows) > limit
     names = _distinct([str(column[0]) for column in described])
     return QueryResult(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
@@ -154,12 +143,16 @@ def _fetch_table(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
     for batch in reader:
         batches.append(batch)
         size += batch.nbytes
-        if size > _RESULT_BYTES:
-            raise InputError(
-                f"sql: the first {sum(map(len, batches)):,} rows are more than {_RESULT_BYTES >> 20} MiB; ask for "
-                "fewer of them, for fewer columns, or for a part of long texts: left(text, 1000)"
-            )
+        _check_size(size, sum(map(len, batches)), "fewer of them")
     return pa.Table.from_batches(batches, reader.schema).rename_columns(_distinct(reader.schema.names))
+
+
+def _check_size(size: int, rows: int, fewer: str) -> None:
+    if size > _RESULT_BYTES:
+        raise InputError(
+            f"sql: the first {rows:,} rows are more than {_RESULT_BYTES >> 20} MiB; ask for {fewer}, for fewer "
+            "columns, or for a part of long texts: left(text, 1000)"
+        )
 
 
 def _size(value: Any) -> int:

@@ -25,48 +25,34 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
-from quern.data_pipeline.dedup.schemas import DECISIONS
+from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, verdict_schema
 from quern.errors import InputError
 from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.index.decided import Redecided
 from quern.lineage.sql.steps import steps_table
-from quern.mixtures.importance.table import folder, published
 from quern.storage.sql import quoted
 from quern.tokenize.corpus_version import fields
+from quern.tokenize.selection.measures import SCHEMA, folder, published
+from quern.tokenize.shard_format import SPANS_SCHEMA
 from quern.train.history.consumers import read_consumers
 from quern.words import counted
 
 if TYPE_CHECKING:
     import duckdb
-    import pyarrow as pa
 
 __all__ = ["VIEWS", "Note", "define"]
 
 VIEWS = ("documents", "duplicates", "measures", "spans", "steps", "verdicts")
 
 _SPANS_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*(?:\.val)?)/[A-Za-z0-9_.-]+\.parquet")
-
-#: Types of the columns that every run has, for tables of which there is no file yet.
-_VERDICT = {
-    "doc_id": "BLOB", "source": "VARCHAR", "url": "VARCHAR", "canonical_url": "VARCHAR", "surt": "VARCHAR",
-    "host": "VARCHAR", "source_file": "VARCHAR", "record_offset": "BIGINT", "record_length": "BIGINT",
-    "record_id": "VARCHAR", "fetched_at": "TIMESTAMPTZ", "payload_digest": "VARCHAR", "charset": "VARCHAR",
-    "language": "VARCHAR", "language_score": "DOUBLE", "pre_filter_hash": "BLOB", "post_filter_hash": "BLOB",
-    "stage": "VARCHAR", "reason": "VARCHAR", "failed_rules": "VARCHAR[]",
-}  # fmt: skip
-_DOCUMENT = {"doc_id": "BLOB", "text": "VARCHAR", "extracted": "VARCHAR"}
-_SPAN = {"doc_id": "BLOB", "start": "BIGINT", "length": "BIGINT", "purged": "BOOLEAN"}
-_DECISION = {
-    "doc_id": "BLOB", "kind": "VARCHAR", "duplicate_of": "BLOB", "cluster_id": "BLOB", "similarity": "DOUBLE",
-    "band": "SMALLINT",
-}  # fmt: skip
-_CLUSTER = {"doc_id": "BLOB", "cluster_id": "BLOB"}
-_MEASURE = {"doc_id": "BLOB", "log_weight": "DOUBLE", "rank": "BIGINT", "chosen": "BOOLEAN"}
 
 Note = Callable[[str], None]
 
@@ -111,15 +97,14 @@ def _define_purges(connection: duckdb.DuckDBPyConnection, run: str) -> None:
 
 
 def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    for name, pattern, columns in (
-        ("verdict_rows", "verdicts/*/*.parquet", _VERDICT),
-        ("document_rows", "documents/*/*.parquet", _DOCUMENT),
-        ("recorded_rows", DECISIONS, _DECISION),
-        ("cluster_rows", "duplicates/clusters.parquet", _CLUSTER),
+    for name, pattern, schema in (
+        ("verdict_rows", "verdicts/*/*.parquet", verdict_schema(())),
+        ("document_rows", "documents/*/*.parquet", DOCUMENT_SCHEMA),
+        ("recorded_rows", DECISIONS, DECISION_SCHEMA),
+        ("cluster_rows", CLUSTERS, CLUSTER_SCHEMA),
     ):
         there = next(glob.iglob(os.path.join(glob.escape(run), pattern)), None) is not None
-        files = f"[{quoted(os.path.join(alias, pattern))}]" if there else ""
-        connection.execute(f"CREATE VIEW source.{name} AS {_scan(files, columns)}")
+        _define_rows(connection, f"source.{name}", [os.path.join(alias, pattern)] if there else [], schema)
     _define_decisions(connection, run)
     connection.execute(
         """
@@ -160,7 +145,7 @@ def _define_decisions(connection: duckdb.DuckDBPyConnection, run: str) -> None:
     """The decisions that hold in the current version: recorded ones, but where a later version decided anew."""
     version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
     _fill(connection, "source.redecided", Redecided(os.path.join(run, "tokens"), version).table())
-    columns = ", ".join(_DECISION)
+    columns = ", ".join(DECISION_SCHEMA.names)
     connection.execute(
         f"""
         CREATE VIEW source.decision_rows AS
@@ -180,28 +165,27 @@ def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
         written = [written_by(os.path.join(tokens, file)) for _, _, file in shards]
         columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards], written]
         connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?), unnest(?)", columns)
-    files = f"[{', '.join(map(quoted, paths))}]" if paths else ""
-    rows = _scan(files, _SPAN | {"filename": "VARCHAR"}, ", filename = true")
+    schema = SPANS_SCHEMA.append(pa.field("filename", pa.string()))
+    _define_rows(connection, "source.span_rows", paths, schema, ", filename = true")
     connection.execute(
-        f"""
+        """
         CREATE VIEW spans AS
         SELECT f.stream, regexp_replace(f.stream, '\\.val$', '') AS source, suffix(f.stream, '.val') AS held_out,
             f.shard, s.start, s.length, s.purged,
             CASE WHEN s.purged THEN least(coalesce(p.version, f.written), f.written) END AS purged_since,
             lower(hex(s.doc_id)) AS doc_id
-        FROM ({rows}) s JOIN source.shard_files f ON s.filename = f.path
+        FROM source.span_rows s JOIN source.shard_files f ON s.filename = f.path
             LEFT JOIN source.purges p ON s.purged AND s.doc_id = p.doc_id
         """
     )
 
 
 def _define_measures(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    scans = {
-        name: _scan(f"[{quoted(os.path.join(folder(alias, name), 'part-*.parquet'))}]", _MEASURE)
-        for name in published(run)
-    }
-    rows = [f"SELECT {quoted(name)} AS name, * FROM ({scan})" for name, scan in scans.items()]
-    rows = rows or [f"SELECT ''::VARCHAR AS name, * FROM ({_scan('', _MEASURE)})"]
+    _define_rows(connection, "source.no_measures", [], SCHEMA)
+    rows = ["SELECT '' AS name, * FROM source.no_measures"]
+    for name in published(run):
+        files = quoted(os.path.join(folder(alias, name), "part-*.parquet"))
+        rows.append(f"SELECT {quoted(name)} AS name, * FROM read_parquet({files}, hive_partitioning = false)")
     connection.execute(
         f"CREATE VIEW measures AS SELECT * REPLACE (lower(hex(doc_id)) AS doc_id) FROM ({' UNION ALL '.join(rows)})"
     )
@@ -228,8 +212,12 @@ def _shards(path: str) -> tuple[int, list[tuple[str, int, str]]]:
     return current, found
 
 
-def _scan(files: str, columns: Mapping[str, str], options: str = "") -> str:
-    """SQL that reads Parquet ``files`` (a list literal), or has no rows if there are none."""
+def _define_rows(
+    connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[str], schema: pa.Schema, options: str = ""
+) -> None:
+    """A view of the rows of Parquet files; where there are none, a table of no rows that has the columns of all."""
     if files:
-        return f"SELECT * FROM read_parquet({files}, hive_partitioning = false{options})"
-    return f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in columns.items())} WHERE false"
+        listed = f"[{', '.join(map(quoted, files))}], hive_partitioning = false{options}"
+        connection.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet({listed})")
+    else:
+        _fill(connection, name, schema.empty_table())

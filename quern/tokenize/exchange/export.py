@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline.page.keys import keys_of
 from quern.errors import InputError
 from quern.tokenize.corpus_version import read_streams
 from quern.tokenize.exchange.columns import I64, SourceFile
@@ -230,7 +230,7 @@ def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterato
     most = int(lengths.max(initial=0))
     if int(lengths.min(initial=1)) < 1 or (job.format == "megatron" and most > _MOST_INT32):
         raise InputError(f"{spans_path}: expected documents of 1 to {_MOST_INT32} tokens, got one of {most}")
-    _note(table["doc_id"], kept, written, placed)
+    placed.add(keys_of(table["doc_id"])[kept].tobytes(), written[kept])
     job.purged += int(len(kept) - np.count_nonzero(kept))
     ends = np.cumsum(lengths)
     source = SourceFile(path)
@@ -244,12 +244,6 @@ def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterato
             raise InputError(f"{path}: is damaged: its SHA-256 is not the one in the manifest")
     finally:
         source.close()
-
-
-def _note(doc_ids: pa.ChunkedArray, kept: np.ndarray, written: I64, placed: Placed) -> None:
-    ids = pa.concat_arrays([*doc_ids.chunks, pa.nulls(0, doc_ids.type)]).filter(pa.array(kept))
-    data = memoryview(ids.buffers()[1] or b"")[16 * ids.offset : 16 * (ids.offset + len(ids))]
-    placed.add(bytes(data), written[kept])
 
 
 def _choose(tokens: np.ndarray, first: int, ends: I64, kept: np.ndarray, eot: bool, reader: ShardReader) -> np.ndarray:

@@ -19,13 +19,15 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.page.document import make_doc_id, verdict_schema
+from quern.data_pipeline.page.keys import column_of
 from quern.data_pipeline.sources.plan import partition_name
 from quern.errors import InputError
+from quern.storage.parquet import TableWriter
 from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding
 from quern.tokenize.exchange.columns import I64
 from quern.tokenize.exchange.foreign import FORMATS, SUFFIXES, Batch, Format, TokenFile, data_path, stem
 from quern.tokenize.exchange.new_run import Shards, write_run
-from quern.tokenize.exchange.sidecar import RECORD, Sidecar, TableWriter, find_twin, sidecar_path
+from quern.tokenize.exchange.sidecar import RECORD, Rows, Sidecar, find_twin, sidecar_path, table_writer
 from quern.tokenize.exchange.staging import staged
 from quern.tokenize.exchange.texts import Vocabulary
 from quern.tokenize.shard_format import ShardInfo
@@ -209,7 +211,7 @@ def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
         name = partition_name(relative)
         verdicts = os.path.join(job.folder, "verdicts", options.source, f"{name}.parquet")
         counts = _Counts()
-        with storage.publish(verdicts) as output, TableWriter(output, _VERDICT) as table:
+        with storage.publish(verdicts) as output, table_writer(output, _VERDICT) as table:
             for batch in _batches(file, sidecar, job.eot):
                 counts.held_bytes += int(batch.lengths.sum()) * file.dtype.itemsize
                 _take(job, shards, table, file, relative, batch, rows, counts)
@@ -241,26 +243,19 @@ def _batches(file: TokenFile, sidecar: Sidecar | None, eot: int) -> Iterator[Bat
 
 
 class _Rows:
-    """The rows of a sidecar, so many at a time as asked for."""
+    """The rows of a sidecar, from the first on."""
 
     def __init__(self, sidecar: Sidecar) -> None:
-        self._sidecar, self._tables = sidecar, sidecar.rows()
-        self._held: pa.Table | None = None
+        self._sidecar, self._rows = sidecar, Rows(sidecar.rows())
         self.taken = 0
         self.eot = sidecar.eot
 
     def take(self, starts: I64, lengths: I64) -> pa.Table:
         """The rows of documents, which must start and be as long (in tokens) as these."""
-        parts, missing = [], len(starts)
-        while missing:
-            if self._held is None or not len(self._held):
-                self._held = next(self._tables, None)
-                if self._held is None:
-                    raise InputError(f"{self._sidecar.path}: has {self.taken} documents; the file has more")
-            parts.append(self._held.slice(0, missing))
-            self._held = self._held.slice(len(parts[-1]))
-            missing -= len(parts[-1])
-            self.taken += len(parts[-1])
+        parts = list(self._rows.take(len(starts)))
+        self.taken += sum(map(len, parts))
+        if sum(map(len, parts)) < len(starts):
+            raise InputError(f"{self._sidecar.path}: has {self.taken} documents; the file has more")
         table = pa.concat_tables(parts).combine_chunks()
         wrong = (table["start"].to_numpy() != starts) | (table["length"].to_numpy() != lengths)
         if wrong.any():
@@ -352,7 +347,7 @@ def _verdicts(source: str, ids: bytes, count: int, record: Mapping[str, Any], pa
     """Rows of kept documents; ``path`` stands for a file that the record does not know."""
     known: dict[str, Any] = {
         **record,
-        "doc_id": pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(ids)]),
+        "doc_id": column_of(ids),
         "source": [source] * count,
         "failed_rules": [[]] * count,
     }

@@ -12,16 +12,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.exchange.columns import I64
-from quern.tokenize.shard_format import (
-    MANIFEST,
-    VERSION_FILE,
-    ShardInfo,
-    ShardWriter,
-    first_version,
-    manifest_of,
-    version_entry,
-)
-from quern.tokenize.writing.run import ENCODING_FILE
+from quern.tokenize.shard_format import ENCODING_FILE, VERSION_FILE, ShardInfo, ShardWriter, write_manifests
 
 __all__ = ["Shards", "write_run"]
 
@@ -94,18 +85,9 @@ def write_run(
     """
     tokens = os.path.join(folder, "tokens")
     storage.publish_bytes(os.path.join(tokens, ENCODING_FILE), encoding.ranks_file)
-    told = {"vocab_size": encoding.vocab_size, "dtype": encoding.dtype, "eot_id": eot}
-    entries = {}
-    for source, own in infos.items():
-        manifest = manifest_of(
-            own, source=source, encoding=encoding.name, ranks_sha256=encoding.ranks_sha256, seed=0,
-            shard_tokens=options["shard_tokens"], validation=0.0, **told,
-        )  # fmt: skip
-        path = os.path.join(tokens, source, MANIFEST)
-        storage.write_json(path, manifest)
-        entries[source] = version_entry(source, MANIFEST, storage.sha256(path), own)
-    about = {**told, "name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256}
-    storage.write_json(os.path.join(tokens, VERSION_FILE), first_version(about, entries))
+    shard_tokens = options["shard_tokens"]
+    version = write_manifests(tokens, encoding, eot, infos, seed=0, shard_tokens=shard_tokens, validation=0.0)
+    storage.write_json(os.path.join(tokens, VERSION_FILE), version)
     whose = [[source, len(own)] for source, own in files.items()]  # how many of the files, in turn, are of which
     named = {"sources": whose} if len(whose) > 1 else {"source": whose[0][0]}
     config = {**options, **named, "eot_id": eot, "ranks_sha256": encoding.ranks_sha256}
@@ -116,7 +98,7 @@ def write_run(
         "config": {"import": config},
         "config_hash": digest(config),
         "versions": {"quern": __version__},
-        "counts": {"documents": sum(entry["documents"] for entry in entries.values())},
+        "counts": {"documents": sum(entry["documents"] for entry in version["sources"].values())},
         "inputs": inputs,
         "files": every,
         "status": "complete",

@@ -10,29 +10,34 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.page.document import verdict_schema
+from quern.data_pipeline.page.keys import column_of
 from quern.errors import InputError, QuernError, one_line
-from quern.storage.parquet import open_table, read_batches
+from quern.storage.parquet import TableWriter, open_table, read_batches
+from quern.storage.sql import connect
 from quern.tokenize.exchange.columns import I64
+
+if TYPE_CHECKING:
+    import duckdb
 
 __all__ = [
     "RECORD",
     "SIDECAR",
     "Placed",
+    "Rows",
     "Sidecar",
     "SidecarTarget",
-    "TableWriter",
     "find_twin",
     "sidecar_path",
+    "table_writer",
     "write_sidecars",
 ]
 
@@ -55,36 +60,12 @@ _FORMAT = 1
 _ROWS = 1 << 14
 _GROUP_ROWS = 1 << 20
 _GROUP_BYTES = 1 << 30
-_JOIN_MEMORY = "1GiB"
+_JOIN_BYTES = 1 << 30
 
 
-class TableWriter:
-    """Writes a table to a stream in row groups of about :data:`_ROWS`, whatever pieces it comes in."""
-
-    def __init__(self, file: IO[bytes], schema: pa.Schema) -> None:
-        self._writer = pq.ParquetWriter(file, schema, compression="zstd", version="2.6", write_page_checksum=True)
-        self._schema = schema
-        self._held: list[pa.Table] = []
-        self._rows = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._flush(1)
-        self._writer.close()
-
-    def add(self, table: pa.Table) -> None:
-        """Append rows."""
-        self._held.append(table.cast(self._schema))
-        self._rows += len(table)
-        self._flush(_ROWS)
-
-    def _flush(self, least: int) -> None:
-        if self._rows >= least:
-            self._writer.write_table(pa.concat_tables(self._held), row_group_size=_ROWS)
-            self._held, self._rows = [], 0
+def table_writer(file: IO[bytes], schema: pa.Schema) -> TableWriter:
+    """Writes a table of documents."""
+    return TableWriter(file, schema, rows=_ROWS, write_page_checksum=True)
 
 
 class Placed:
@@ -95,13 +76,12 @@ class Placed:
         self.documents = self.tokens = 0
         self._stack = contextlib.ExitStack()
         file = self._stack.enter_context(open(path, "wb"))  # noqa: SIM115
-        self._table = self._stack.enter_context(TableWriter(file, _PLACED))
+        self._table = self._stack.enter_context(table_writer(file, _PLACED))
 
     def add(self, doc_ids: bytes, lengths: I64) -> None:
         """Append documents: 16 bytes each, and the tokens each has in the file."""
         starts = self.tokens + np.cumsum(lengths) - lengths
-        ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(lengths), [None, pa.py_buffer(doc_ids)])
-        self._table.add(pa.table([ids, pa.array(starts, pa.int64()), pa.array(lengths, pa.int64())], schema=_PLACED))
+        self._table.add(pa.table([column_of(doc_ids), starts, lengths], schema=_PLACED))
         self.documents += len(lengths)
         self.tokens += int(lengths.sum())
 
@@ -138,8 +118,6 @@ def write_sidecars(targets: Sequence[SidecarTarget], run: str, source: str, scra
         InputError: a verdict file cannot be read, two rows are of one document, or a document has none.
         QuernError: memory or disk did not suffice.
     """
-    import duckdb
-
     columns = ", ".join(f"v.{name}" for name in RECORD.names)
     sql = (
         f"SELECT p.*, v.doc_id IS NOT NULL AS judged, {columns} FROM placed p LEFT JOIN verdicts v "
@@ -147,59 +125,79 @@ def write_sidecars(targets: Sequence[SidecarTarget], run: str, source: str, scra
     )
     verdicts = os.path.join(run, "verdicts", source)
     missing = missing_tables(run, ("verdicts",), source)
-    read = _Verdicts(verdicts)
     needed = bool(missing) or any(path.endswith(".parquet") for path in storage.list_files(verdicts))
-    with contextlib.closing(duckdb.connect(":memory:", config=_settings(scratch))) as connection:
-        try:
-            connection.register("placed", pa.RecordBatchReader.from_batches(_PLACED_ROWS, _placed_batches(targets)))
-            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, read))
-            rows = connection.sql(sql).to_arrow_reader(_ROWS)
-            found = _in_order(_judged(rows, run, verdicts, missing) if needed else rows, verdicts)
-            held = pa.table([[]] * len(SIDECAR), schema=SIDECAR)
-            for target in targets:
-                held = _write_one(target, held, found)
-            assert not len(held)
-            assert next(found, None) is None
-        except duckdb.Error as error:
-            raise read.why(error, "documents cannot be joined") from None
+    with _connected(verdicts, scratch, "documents cannot be joined") as connection:
+        connection.register("placed", pa.RecordBatchReader.from_batches(_PLACED_ROWS, _placed_batches(targets)))
+        rows = connection.sql(sql).to_arrow_reader(_ROWS)
+        found = Rows(_records(rows, run, verdicts, missing, needed))
+        for target in targets:
+            told = {_META: json.dumps({"format": _FORMAT, **target.told}, sort_keys=True).encode()}
+            with (
+                storage.publish(target.path) as file,
+                table_writer(file, SIDECAR.with_metadata(told)) as table,
+            ):
+                for part in found.take(target.placed.documents):
+                    table.add(part)
+        assert not list(found.take(1))
 
 
 def find_twin(verdicts: str, scratch: str) -> bytes | None:
     """A doc_id that occurs twice in the verdict files of the folder ``verdicts``; None if there is none."""
-    import duckdb
-
     sql = "SELECT doc_id FROM verdicts GROUP BY doc_id HAVING count(*) > 1 ORDER BY doc_id LIMIT 1"
     spill = os.path.join(scratch, ".spill")
     os.makedirs(spill, exist_ok=True)  # DuckDB makes no more than one folder below it
-    read = _Verdicts(verdicts)
-    with contextlib.closing(duckdb.connect(":memory:", config=_settings(spill))) as connection:
-        try:
-            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, read))
-            rows = connection.sql(sql).fetchall()
-        except duckdb.Error as error:
-            raise read.why(error, "doc_ids cannot be compared") from None
+    with _connected(verdicts, spill, "doc_ids cannot be compared") as connection:
+        rows = connection.sql(sql).fetchall()
     storage.remove_tree(spill)
     return bytes(rows[0][0]) if rows else None
 
 
-def _settings(scratch: str) -> dict[str, Any]:
-    return {
-        "memory_limit": _JOIN_MEMORY, "temp_directory": os.path.join(scratch, "spill"), "threads": "2",
-        "autoinstall_known_extensions": "false", "autoload_known_extensions": "false",
-    }  # fmt: skip
+class Rows:
+    """The rows of tables that come one after the other, so many at a time as asked for."""
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables = tables
+        self._held: pa.Table | None = None
+
+    def take(self, count: int) -> Iterator[pa.Table]:
+        """The next ``count`` rows, in parts; fewer where there are no more."""
+        while count:
+            if not self._held:
+                self._held = next(self._tables, None)
+                if self._held is None:
+                    return
+            part, self._held = self._held.slice(0, count), self._held.slice(count)
+            count -= len(part)
+            yield part
 
 
-def _write_one(target: SidecarTarget, held: pa.Table, found: Iterator[pa.Table]) -> pa.Table:
-    """Write one sidecar of the rows that are ``held`` and more; return those that are left."""
-    told = {_META: json.dumps({"format": _FORMAT, **target.told}, sort_keys=True).encode()}
-    missing = target.placed.documents
-    with storage.publish(target.path) as file, TableWriter(file, SIDECAR.with_metadata(told)) as table:
-        while missing:
-            if not len(held):
-                held = next(found)
-            table.add(held.slice(0, missing))
-            missing, held = max(0, missing - len(held)), held.slice(missing)
-    return held
+@contextlib.contextmanager
+def _connected(verdicts: str, scratch: str, failed: str) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection to the table ``verdicts``: doc_id and record of every page of a source, types as :func:`_plain`.
+
+    DuckDB makes text of what goes wrong in reading them, so that error is kept.
+    """
+    import duckdb
+
+    errors: list[InputError] = []
+
+    def read() -> Iterator[pa.RecordBatch]:
+        try:
+            for path in storage.list_files(verdicts):
+                if path.endswith(".parquet"):
+                    with open_table(path, _VERDICTS.names) as file:
+                        for batch in file.iter_batches(_ROWS, columns=_VERDICTS.names):
+                            yield batch.select(_VERDICTS.names).cast(_VERDICTS)
+        except InputError as error:
+            errors.append(error)
+            raise
+
+    with connect(scratch, _JOIN_BYTES, 2) as connection:
+        try:
+            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, read()))
+            yield connection
+        except duckdb.Error as error:
+            raise (*errors, QuernError(f"{verdicts}: {failed}: {one_line(error, 200)}"))[0] from None
 
 
 _PLACED_ROWS = pa.schema([*_PLACED, pa.field("row", pa.int64())])
@@ -222,70 +220,23 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return pa.int64() if pa.types.is_timestamp(kind) else kind
 
 
-class _Verdicts:
-    """doc_id and record of every page of a source, types as :func:`_plain`, for DuckDB to read.
-
-    DuckDB makes text of what goes wrong here; so the error is kept.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._failed: InputError | None = None
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        for path in storage.list_files(self._folder):
-            if not path.endswith(".parquet"):
-                continue
-            try:
-                with open_table(path, _VERDICTS.names) as file:
-                    for batch in file.iter_batches(_ROWS, columns=_VERDICTS.names):
-                        columns = [batch[field.name].cast(field.type) for field in _VERDICTS]
-                        yield pa.record_batch(columns, schema=_VERDICTS)
-            except InputError as error:
-                self._failed = error
-                raise
-
-    def why(self, error: Exception, what: str) -> QuernError:
-        """The error to raise for an error of DuckDB."""
-        return self._failed or QuernError(f"{self._folder}: {what}: {one_line(error, 200)}")
-
-
-def _judged(
-    batches: Iterable[pa.RecordBatch], run: str, verdicts: str, missing: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
-    """The rows of the join, each of a document that has a verdict. ``missing``: committed files that are not there."""
-    for batch in batches:
-        without = np.flatnonzero(~batch["judged"].to_numpy(zero_copy_only=False))
-        if len(without):
-            doc_id = batch["doc_id"][int(without[0])].as_py().hex()
-            where = (
-                f"{os.path.join(run, named(missing))} is committed and missing" if missing else "no file there has one"
-            )
-            raise InputError(f"{verdicts}: has no verdict of document {doc_id}: {where}")
-        yield batch
-
-
-def _in_order(batches: Iterable[pa.RecordBatch], verdicts: str) -> Iterator[pa.Table]:
-    """The rows of the join with the sidecar's types; each document comes once."""
+def _records(
+    batches: Iterable[pa.RecordBatch], run: str, verdicts: str, missing: Sequence[str], needed: bool
+) -> Iterator[pa.Table]:
+    """The rows of the join with the sidecar's types; each document comes once, and where verdicts are ``needed`` it has
+    one. ``missing``: committed files that are not there."""
     first = 0
     for batch in batches:
-        wrong = np.flatnonzero(batch["row"].to_numpy() != np.arange(first, first + len(batch)))
-        if len(wrong):
-            doc_id = batch["doc_id"][int(wrong[0])].as_py()
-            raise InputError(f"{verdicts}: expected one verdict row for document {doc_id.hex()}, got two")
+        without = np.flatnonzero(~batch["judged"].to_numpy(zero_copy_only=False))
+        for row in without[:1].tolist() if needed else ():
+            lost = f"{os.path.join(run, named(missing))} is committed and missing" if missing else ""
+            doc_id = batch["doc_id"][row].as_py().hex()
+            raise InputError(f"{verdicts}: has no verdict of document {doc_id}: {lost or 'no file there has one'}")
+        for row in np.flatnonzero(batch["row"].to_numpy() != np.arange(first, first + len(batch)))[:1].tolist():
+            doc_id = batch["doc_id"][row].as_py().hex()
+            raise InputError(f"{verdicts}: expected one verdict row for document {doc_id}, got two")
         first += len(batch)
-        yield _typed(batch)
-
-
-def _typed(batch: pa.RecordBatch) -> pa.Table:
-    """A batch of the join with the sidecar's types."""
-    columns = []
-    for field in SIDECAR:
-        column = batch[field.name]
-        if pa.types.is_timestamp(field.type):
-            column = column.cast(pa.int64())
-        columns.append(column.cast(field.type))
-    return pa.table(columns, schema=SIDECAR)
+        yield pa.table(batch.select(SIDECAR.names)).cast(SIDECAR)
 
 
 _VERDICTS = pa.schema([pa.field("doc_id", pa.binary()), *(pa.field(f.name, _plain(f.type)) for f in RECORD)])

@@ -55,11 +55,8 @@ class Identity:
     def file(self) -> str:
         """The name of the file that has the stretches, of chosen documents."""
         assert self._match is not None
-        return _file(f"{self._match[1]}[{self._match[2]}]", self._match[3], self._match[4])
-
-
-def _file(family: str, since: str, content: str) -> str:
-    return f"{digest([family])[:_DIGITS]}.{since}-{content}.chosen"
+        family, since, content = f"{self._match[1]}[{self._match[2]}]", self._match[3], self._match[4]
+        return f"{digest([family])[:_DIGITS]}.{since}-{content}.chosen"
 
 
 def family_of(stream: str, where: str | None) -> str:
@@ -97,10 +94,6 @@ class Chosen:
 
     def __len__(self) -> int:
         return len(self.starts)
-
-    def num_windows(self, seq_len: int) -> int:
-        """Windows of ``seq_len + 1`` tokens at stride ``seq_len``."""
-        return max(0, (self.tokens - 1) // seq_len)
 
     def pieces(self, starts_N: I64, stops_N: I64) -> tuple[I64, I64, I64]:
         """Where the chosen tokens [start, stop) are in the source: starts and stops of their pieces there, range by

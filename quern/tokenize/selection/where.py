@@ -17,20 +17,19 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.dedup.schemas import CLUSTERS
 from quern.errors import InputError, QuernError, first_line
-from quern.storage.sql import lock, quoted, settings
+from quern.storage.sql import lock, open_run, quoted
 from quern.storage.sql_guard import check_condition
 from quern.tokenize.selection.chosen import Chosen, Identity, family_of, find_chosen, write_chosen
+from quern.tokenize.selection.measures import checked_parts, part, published
 from quern.tokenize.shards import ShardReader
 
 if TYPE_CHECKING:
@@ -62,10 +61,9 @@ def choose(
     """
     begins = f"{family_of(stream, where)}/{stream.rpartition('/')[2]}-"
     read = next((ident for ident in ids if ident.startswith(begins)), None)
-    found = find_chosen([folder, *known], stream, where) if read is None else None
-    if read is not None:
-        found = open_chosen([folder, *known], read, reader, where)
-    if found is not None and (read is None or os.path.exists(found.path)):
+    folders = [folder, *known]
+    found = find_chosen(folders, stream, where) if read is None else open_chosen(folders, read, reader, where)
+    if found is not None and os.path.exists(found.path):
         return found
     return write_chosen(folder, stream, where, _spans(reader, where))
 
@@ -97,33 +95,30 @@ def _spans(reader: ShardReader, where: str) -> Iterator[tuple[I64, I64]]:
     import duckdb
 
     run = os.path.dirname(reader.root)
-    with tempfile.TemporaryDirectory(prefix="quern-where-") as scratch:
-        alias = os.path.join(scratch, "run")  # nothing in it is a glob or a quote
-        os.symlink(run, alias)
-        with closing(duckdb.connect(":memory:", config=settings(None, None, scratch))) as connection:
-            try:
-                table = _define(connection, reader, run, alias, where)
-                check_condition(connection, where, table)
-                lock(connection, [os.path.join(alias, name) for name in _FOLDERS])
-                bare = "SELECT count(*) FROM spans ANTI JOIN documents ON spans.id = _id"
-                ((number,),) = connection.execute(bare).fetchall()
-                if number:
-                    raise InputError(f"{number:,} documents have no verdict in {run}/verdicts")
-                hits = f"SELECT documents._id FROM {table} WHERE (\n{where}\n)"
-                sql = f"SELECT place, length FROM spans SEMI JOIN ({hits}) ON spans.id = _id ORDER BY place"
-                batches: pa.RecordBatchReader = connection.sql(sql).to_arrow_reader(_ROWS)
-                for batch in batches:
-                    yield batch["place"].to_numpy(), batch["length"].to_numpy()
-            except InputError as error:
-                raise InputError(f"{reader.path}: where: {where!r:.200}: {error}") from None
-            except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
-                raise QuernError(f"{reader.path}: where: {first_line(error).replace(alias, run)}") from None
-            except duckdb.Error as error:
-                told = first_line(error).replace(alias, run)
-                if isinstance(error, duckdb.BinderException) and re.search(r'table "\w+" not found', told):
-                    there = ", ".join(_tables(run)) or "none"
-                    told += f'; a name with a dot is quoted ("gopher.num_words" > 100); tables of measures: {there}'
-                raise InputError(f"{reader.path}: where: {where!r:.200}: {told}") from None
+    with open_run(run) as (connection, alias):
+        try:
+            table = _define(connection, reader, run, alias, where)
+            check_condition(connection, where, table)
+            lock(connection, [os.path.join(alias, name) for name in _FOLDERS])
+            bare = "SELECT count(*) FROM spans ANTI JOIN documents ON spans.id = _id"
+            ((number,),) = connection.execute(bare).fetchall()
+            if number:
+                raise InputError(f"{number:,} documents have no verdict in {run}/verdicts")
+            hits = f"SELECT documents._id FROM {table} WHERE (\n{where}\n)"
+            sql = f"SELECT place, length FROM spans SEMI JOIN ({hits}) ON spans.id = _id ORDER BY place"
+            batches: pa.RecordBatchReader = connection.sql(sql).to_arrow_reader(_ROWS)
+            for batch in batches:
+                yield batch["place"].to_numpy(), batch["length"].to_numpy()
+        except InputError as error:
+            raise InputError(f"{reader.path}: where: {where!r:.200}: {error}") from None
+        except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+            raise QuernError(f"{reader.path}: where: {first_line(error).replace(alias, run)}") from None
+        except duckdb.Error as error:
+            told = first_line(error).replace(alias, run)
+            if isinstance(error, duckdb.BinderException) and re.search(r'table "\w+" not found', told):
+                there = ", ".join(published(run)) or "none"
+                told += f'; a name with a dot is quoted ("gopher.num_words" > 100); tables of measures: {there}'
+            raise InputError(f"{reader.path}: where: {where!r:.200}: {told}") from None
 
 
 def _define(connection: duckdb.DuckDBPyConnection, reader: ShardReader, run: str, alias: str, where: str) -> str:
@@ -161,38 +156,9 @@ def _define(connection: duckdb.DuckDBPyConnection, reader: ShardReader, run: str
         """
     )
     table = "documents"
-    for name in _measures(run, where):
-        files = _parts(run, name)
-        listed = ", ".join(quoted(os.path.join(alias, "measures", name, file)) for file in files)
+    for name in (name for name in published(run) if name in _MEASURE.findall(where.lower())):
+        listed = ", ".join(quoted(part(alias, name, number)) for number in range(len(checked_parts(run, name))))
         columns = f"doc_id AS _of, * EXCLUDE (doc_id) FROM read_parquet([{listed}])"
         connection.execute(f'CREATE VIEW "{name}" AS SELECT {columns}')
         table += f' LEFT JOIN "{name}" ON "{name}"._of = documents._id'
     return table
-
-
-def _measures(run: str, where: str) -> list[str]:
-    """The tables of measures that a condition names."""
-    wanted = set(_MEASURE.findall(where.lower())) - {"documents", "spans", "shards"}
-    return [name for name in _tables(run) if name in wanted]
-
-
-def _parts(run: str, name: str) -> list[str]:
-    """The files of a table of measures, all of which must be there with the rows that its manifest tells."""
-    folder = os.path.join(run, "measures", name)
-    path = os.path.join(folder, "manifest.json")
-    record = storage.read_json(path)
-    parts = record.get("parts") if isinstance(record, dict) else None
-    if not isinstance(parts, list) or not parts:
-        raise InputError(f"{path}: parts: expected a list, got {parts!r:.60}")
-    names = [f"part-{number:05d}.parquet" for number in range(len(parts))]
-    for file, own in zip(names, parts, strict=True):
-        there = os.path.join(folder, file)
-        if not os.path.exists(there) or storage.sha256(there) != own.get("sha256"):
-            raise InputError(f"{there}: is missing or changed: its SHA-256 is not the one in {path}")
-    return names
-
-
-def _tables(run: str) -> list[str]:
-    """The tables of measures that are whole."""
-    pattern = os.path.join(glob.escape(os.path.join(run, "measures")), "*", "manifest.json")
-    return sorted(os.path.basename(os.path.dirname(path)) for path in glob.glob(pattern))

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline.dedup.passes.facts import read_rows
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.page.keys import keys_of, places
 from quern.errors import QuernError
@@ -27,6 +28,7 @@ __all__ = [
     "choose",
     "chosen_documents",
     "group_partitions",
+    "marked_texts",
 ]
 
 LEFT_OUT, TRAIN, VALIDATION = 0, 1, 2
@@ -65,16 +67,11 @@ def choose(
         for batch in read_batches(_documents(run_dir, source, partition), ["doc_id", "kept"], _JOIN_ROWS):
             kept.append(batch["kept"].to_numpy(zero_copy_only=False))
             own.append(keys_of(batch["doc_id"])[kept[-1]])
-        kept_flags.append(np.concatenate(kept) if kept else np.empty(0, bool))
-        ids.append(np.concatenate(own) if own else np.empty(0, "S16"))
-    sizes = [len(own) for own in ids]
-    everything = np.concatenate(ids) if ids else np.empty(0, "S16")
+        kept_flags.append(np.concatenate([np.empty(0, bool), *kept]))
+        ids.append(np.concatenate([np.empty(0, "S16"), *own]))
+    everything = np.concatenate(ids)
     order = np.argsort(everything, kind="stable")
     everything = everything[order]
-    if len(everything) > 1 and (same := np.flatnonzero(everything[1:] == everything[:-1])).size:
-        raise QuernError(
-            f"two documents of the run have the doc_id {everything[same[0] : same[0] + 1].tobytes().hex()}"
-        )
     hashes = keyed_hashes(seed, "validation", _each(everything)).copy()
     for batch in read_batches(storage.join(run_dir, CLUSTERS), ["doc_id", "cluster_id"], _JOIN_ROWS):
         at = places(everything, keys_of(batch["doc_id"]))
@@ -88,10 +85,10 @@ def choose(
     choices = np.empty_like(choice_sorted)
     choices[order] = choice_sorted
     digests = []
-    starts = np.cumsum([0, *sizes])
-    for index, (source, partition) in enumerate(partitions):
-        flags = np.zeros(len(kept_flags[index]), np.uint8)
-        flags[kept_flags[index]] = choices[starts[index] : starts[index + 1]]
+    ends = np.cumsum([len(own) for own in ids])
+    for (source, partition), flag, choice in zip(partitions, kept_flags, np.split(choices, ends[:-1]), strict=True):
+        flags = np.zeros(len(flag), np.uint8)
+        flags[flag] = choice
         data = flags.tobytes()
         storage.publish_bytes(_choice_path(scratch, source, partition), data)
         digests.append(hashlib.sha256(data).hexdigest())
@@ -103,17 +100,27 @@ def chosen_documents(
 ) -> Iterator[tuple[bytes, str, int]]:
     """(doc_id, text, choice) of the partition's chosen documents, in file order, a few hundred texts at once."""
     flags = np.frombuffer(storage.read_bytes(_choice_path(scratch, source, partition)), np.uint8)
-    row = 0
-    for batch in read_batches(_documents(run_dir, source, partition), ["doc_id", "text"], _TEXT_ROWS):
-        here = flags[row : row + batch.num_rows]
-        row += batch.num_rows
-        wanted = np.flatnonzero(here == only if only is not None else here != LEFT_OUT)
-        taken = batch.take(pa.array(wanted))
-        yield from zip(taken["doc_id"].to_pylist(), taken["text"].to_pylist(), here[wanted].tolist(), strict=True)
-    if row != len(flags):
-        raise QuernError(
-            f"{_documents(run_dir, source, partition)}: has {row} rows, {len(flags)} when they were chosen"
-        )
+    wanted = flags != LEFT_OUT if only is None else flags == only
+    for doc_ids, texts, choices in marked_texts(_documents(run_dir, source, partition), flags, wanted):
+        yield from zip(doc_ids, texts, choices.tolist(), strict=True)
+
+
+def marked_texts(
+    path: str, marks: np.ndarray, wanted: np.ndarray
+) -> Iterator[tuple[list[bytes], list[str], np.ndarray]]:
+    """doc_ids, texts and marks of those rows of a table of texts that are ``wanted`` (bool[rows]), some at a time.
+
+    Raises:
+        QuernError: the table has another number of rows than ``marks``.
+    """
+    first = 0
+    for batch in read_rows(path, ["doc_id", "text"], _TEXT_ROWS):
+        rows = np.flatnonzero(wanted[first : first + len(batch)])
+        taken = batch.take(pa.array(rows))
+        yield taken["doc_id"].to_pylist(), taken["text"].to_pylist(), marks[first + rows]
+        first += len(batch)
+    if first != len(marks):
+        raise QuernError(f"{path}: has {first} rows, {len(marks)} when its documents were looked up; start again")
 
 
 def _documents(run_dir: str, source: str, partition: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from quern import storage
 from quern.config import digest
+from quern.data_pipeline.dedup.exchange import read_records
 from quern.data_pipeline.execution.commits import find_commit, publish_commit
 from quern.errors import QuernError
 from quern.tokenize.place import PLACE, bucket_of, doc_ids
@@ -60,7 +61,8 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     cut = task.cut
     bounds = [[cut.after[0], cut.after[1].hex()] if cut.after else None, [cut.last[0], cut.last[1].hex()]]
     inputs = digest([task.inputs, bounds])
-    entry = find_commit(task.run_dir, "shards", task.stream, name, inputs=inputs, config=config)
+    commit = (task.run_dir, "shards", task.stream, name)
+    entry = find_commit(*commit, inputs=inputs, config=config)
     if entry is not None and unharmed(task.run_dir, entry["outputs"]):
         return dict(entry["counts"])
     runs = storage.read_json(task.runs_file)
@@ -81,21 +83,10 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
             _write_slice(writer, runs, np.dtype(task.dtype), places[piece], run_of[piece], token_of[piece])
             start = end
         info = writer.finish(first_key=int(places["key"][0]), last_key=int(places["key"][-1]))
-    counts = asdict(info)
-    publish_commit(
-        task.run_dir,
-        "shards",
-        task.stream,
-        name,
-        inputs=inputs,
-        config=config,
-        outputs={
-            f"tokens/{task.stream}/{info.bin}": info.sha256,
-            f"tokens/{task.stream}/{info.spans}": info.spans_sha256,
-        },
-        counts=counts,
-    )
-    return counts
+    files = {info.bin: info.sha256, info.spans: info.spans_sha256}
+    outputs = {f"tokens/{task.stream}/{file}": sha256 for file, sha256 in files.items()}
+    publish_commit(*commit, inputs=inputs, config=config, outputs=outputs, counts=asdict(info))
+    return asdict(info)
 
 
 def _collect(runs: list[str], cut: Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -140,10 +131,7 @@ def _write_slice(
         mine = run_of == number
         start = int(token_of[mine].min())
         end = int((token_of[mine] + places["length"][mine]).max())
-        with storage.open_read(f"{runs[number]}.bin") as file:
-            file.seek(start * stored.itemsize)
-            data = file.read((end - start) * stored.itemsize)
-        stretches[number] = (start, np.frombuffer(data, stored))
+        stretches[number] = start, read_records(f"{runs[number]}.bin", stored, start, end)
     ids = doc_ids(places).tobytes()
     waiting: list[np.ndarray] = []
     waiting_tokens = waiting_from = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quern import storage
+from quern.data_pipeline.dedup.exchange import read_records
 from quern.errors import QuernError
 from quern.tokenize.place import NUM_BUCKETS, PLACE, bucket_of, doc_ids
 from quern.tokenize.writing.sorted_runs import read_places
@@ -103,6 +104,4 @@ def _read_bucket(parts: Sequence[Gathered], bucket: int) -> np.ndarray:
     part = next(part for part in reversed(parts) if part.first_bucket <= bucket)
     inside = bucket - part.first_bucket
     start, count = sum(part.documents[:inside]), part.documents[inside]
-    with storage.open_read(part.path) as file:
-        file.seek(start * PLACE.itemsize)
-        return np.frombuffer(file.read(count * PLACE.itemsize), PLACE)
+    return read_records(part.path, PLACE, start, start + count)

@@ -18,8 +18,9 @@ from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.execution.commits import commit_path, find_commit, publish_commit
 from quern.data_pipeline.execution.engine import Engine
 from quern.errors import InputError, QuernError
+from quern.tokenize.corpus_version import listed_files
 from quern.tokenize.encoding import Encoding, TokenizeConfig, load_encoding
-from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardInfo, first_version, manifest_of, version_entry
+from quern.tokenize.shard_format import ENCODING_FILE, VERSION_FILE, ShardInfo, write_manifests
 from quern.tokenize.writing.choose import JOIN_DOCUMENTS, choose, group_partitions
 from quern.tokenize.writing.merge import SHARD_FORMAT, SLICE_TOKENS, ShardTask, write_shard
 from quern.tokenize.writing.plan import GATHER_DOCUMENTS, bucket_ranges, find_cuts, gather
@@ -33,11 +34,10 @@ from quern.tokenize.writing.sorted_runs import (
 )
 from quern.tokenize.writing.train_encoding import SAMPLE_BYTES, TRAINING_FORMAT, train_on_documents
 
-__all__ = ["ENCODING_FILE", "TokensReport", "run"]
+__all__ = ["TokensReport", "run"]
 
-#: The ranks every run keeps beside its tokens, so that they can be read wherever they go.
-ENCODING_FILE = "encoding.tiktoken"
-
+_VERSION = ("shards", "all", "version")
+"""How the whole is committed."""
 _OURS = re.compile(r"(shard_\d+\.(bin|spans\.parquet)|manifest\.json)")
 
 
@@ -104,7 +104,7 @@ def run(
     encoding = None if config.trains else load_encoding(config.encoding, config.ranks)
     inputs, settings = _fingerprints(job, encoding)
     version = _standing_version(job)
-    done = find_commit(run_dir, "shards", "all", "version", inputs=inputs, config=settings)
+    done = find_commit(run_dir, *_VERSION, inputs=inputs, config=settings)
     if version is not None and done is not None and _whole(job, done["outputs"]):
         storage.remove_tree(scratch)
         return _report(version)
@@ -115,11 +115,11 @@ def run(
     chosen = _choose(job)
     encoding = _place_encoding(job, encoding, chosen)
     pieces = _encode(job, chosen, encoding)
-    manifests = {}
+    streams = {}
     for source in sorted({source for source, _ in names}):
         for stream in (source, f"{source}.val") if config.validation > 0 else (source,):
-            manifests[stream] = _manifest(job, stream, _write_stream(job, stream, pieces, encoding.dtype), encoding)
-    version = _publish(job, manifests, encoding, inputs, settings)
+            streams[stream] = _write_stream(job, stream, pieces, encoding.dtype)
+    version = _publish(job, streams, encoding, inputs, settings)
     storage.remove_tree(scratch)
     return _report(version)
 
@@ -190,7 +190,8 @@ def _place_encoding(job: _Job, encoding: Encoding | None, fingerprints: Sequence
         return load_encoding(encoding.name, path)
     vocab_size = job.config.trained_vocab_size
     inputs, settings = digest(list(fingerprints)), digest([TRAINING_FORMAT, SAMPLE_BYTES, vocab_size, job.seed])
-    entry = find_commit(job.run_dir, "shards", "all", "encoding", inputs=inputs, config=settings)
+    piece = (job.run_dir, "shards", "all", "encoding")
+    entry = find_commit(*piece, inputs=inputs, config=settings)
     if entry is None or not unharmed(job.run_dir, entry["outputs"]):
         ranks = train_on_documents(
             job.run_dir, job.partitions, vocab_size, job.seed, job.engine, job.scratch, sample_bytes=SAMPLE_BYTES
@@ -198,9 +199,7 @@ def _place_encoding(job: _Job, encoding: Encoding | None, fingerprints: Sequence
         storage.publish_bytes(path, ranks)
         counts = {"ranks": ranks.count(b"\n")}
         outputs = {name: hashlib.sha256(ranks).hexdigest()}
-        publish_commit(
-            job.run_dir, "shards", "all", "encoding", inputs=inputs, config=settings, outputs=outputs, counts=counts
-        )
+        publish_commit(*piece, inputs=inputs, config=settings, outputs=outputs, counts=counts)
     return load_encoding(job.config.encoding, path)
 
 
@@ -236,42 +235,21 @@ def _write_stream(job: _Job, stream: str, pieces: Sequence[Mapping[str, Any]], d
     return [ShardInfo(**entries[number]) for number in range(len(shards))]
 
 
-def _manifest(job: _Job, stream: str, shards: Sequence[ShardInfo], encoding: Encoding) -> dict[str, Any]:
-    return manifest_of(
-        shards, source=stream, encoding=encoding.name, ranks_sha256=encoding.ranks_sha256, **_ids(encoding),
-        seed=job.seed, shard_tokens=job.config.shard_tokens, validation=job.config.validation,
-    )  # fmt: skip
-
-
-def _ids(encoding: Encoding) -> dict[str, Any]:
-    return {"vocab_size": encoding.vocab_size, "dtype": encoding.dtype, "eot_id": encoding.eot_id}
-
-
 def _publish(
-    job: _Job, manifests: Mapping[str, dict[str, Any]], encoding: Encoding, inputs: Any, settings: str
+    job: _Job, streams: Mapping[str, Sequence[ShardInfo]], encoding: Encoding, inputs: Any, settings: str
 ) -> dict[str, Any]:
     """Write the manifests, then the version, then its commit; return the version."""
-    outputs = {f"tokens/{ENCODING_FILE}": encoding.ranks_sha256}
-    sources = {}
-    for stream, manifest in manifests.items():
-        path = storage.join(job.tokens, stream, MANIFEST)
-        storage.write_json(path, manifest)
-        shards = [ShardInfo(**entry) for entry in manifest["shards"]]
-        entry = sources[stream] = version_entry(stream, MANIFEST, storage.sha256(path), shards)
-        outputs[f"tokens/{entry['manifest']}"] = entry["sha256"]
-        for shard in entry["shards"]:
-            outputs[f"tokens/{shard['bin']}"] = shard["sha256"]
-            outputs[f"tokens/{shard['spans']}"] = shard["spans_sha256"]
-    about = {"name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256, **_ids(encoding)}
-    version = first_version(about, sources)
+    version = write_manifests(
+        job.tokens, encoding, encoding.eot_id, streams, seed=job.seed, shard_tokens=job.config.shard_tokens,
+        validation=job.config.validation,
+    )  # fmt: skip
+    outputs = {f"tokens/{ENCODING_FILE}": encoding.ranks_sha256, **listed_files(version)}
     _remove_left_over(job.tokens, outputs)
     path = storage.join(job.tokens, VERSION_FILE)
     storage.write_json(path, version)
     outputs[f"tokens/{VERSION_FILE}"] = storage.sha256(path)
     counts = asdict(_report(version))
-    publish_commit(
-        job.run_dir, "shards", "all", "version", inputs=inputs, config=settings, outputs=outputs, counts=counts
-    )
+    publish_commit(job.run_dir, *_VERSION, inputs=inputs, config=settings, outputs=outputs, counts=counts)
     return version
 
 

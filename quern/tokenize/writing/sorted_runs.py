@@ -6,7 +6,6 @@ of prefix sums a key range, so that any key range of the run is one contiguous r
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from quern.config import digest
 from quern.data_pipeline.execution.commits import find_commit, publish_commit
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.place import NUM_BUCKETS, PLACE, bucket_of, place_key
-from quern.tokenize.writing.choose import VALIDATION, chosen_documents
+from quern.tokenize.writing.choose import TRAIN, VALIDATION, chosen_documents
 
 __all__ = ["PIECE_FORMAT", "RUN_TOKENS", "PieceTask", "read_places", "run_checksums", "tokenize_partition", "unharmed"]
 
@@ -48,6 +47,11 @@ class PieceTask:
     """A run is written when so many tokens are held."""
 
     @property
+    def piece(self) -> tuple[str, str, str, str]:
+        """Where it is committed."""
+        return self.run_dir, "tokens", self.source, self.partition
+
+    @property
     def config(self) -> str:
         """Digest of everything else that decides the runs' bytes."""
         return digest([PIECE_FORMAT, self.encoding.name, self.encoding.ranks_sha256, self.seed, self.run_tokens])
@@ -58,36 +62,22 @@ def tokenize_partition(task: PieceTask) -> dict[str, Any]:
 
     The streams are ``<source>`` and ``<source>.val``. What is committed and still there unharmed is not done again.
     """
-    entry = find_commit(task.run_dir, "tokens", task.source, task.partition, inputs=task.inputs, config=task.config)
+    entry = find_commit(*task.piece, inputs=task.inputs, config=task.config)
     if entry is not None and unharmed(task.scratch, entry["outputs"]):
         return entry
-    writers = {
-        name: _RunWriter(task, name, held_out)
-        for held_out, name in ((False, task.source), (True, f"{task.source}.val"))
-    }
-    of_choice = {writer.held_out: writer for writer in writers.values()}
+    writers = {TRAIN: _RunWriter(task, task.source), VALIDATION: _RunWriter(task, f"{task.source}.val")}
     characters = 0
     for doc_id, text, choice in chosen_documents(task.run_dir, task.source, task.partition, task.scratch):
         characters += len(text)
-        of_choice[choice == VALIDATION].add(doc_id, text)
+        writers[choice].add(doc_id, text)
+    streams = {}
+    outputs: dict[str, str] = {}
     for writer in writers.values():
         writer.flush()
-    return publish_commit(
-        task.run_dir,
-        "tokens",
-        task.source,
-        task.partition,
-        inputs=task.inputs,
-        config=task.config,
-        outputs={name: sha for writer in writers.values() for name, sha in writer.outputs.items()},
-        counts={
-            "characters": characters,
-            "streams": {
-                name: {"documents": writer.documents, "tokens": writer.tokens, "runs": writer.runs}
-                for name, writer in writers.items()
-            },
-        },
-    )
+        streams[writer.stream] = {"documents": writer.documents, "tokens": writer.tokens, "runs": writer.runs}
+        outputs |= writer.outputs
+    counts = {"characters": characters, "streams": streams}
+    return publish_commit(*task.piece, inputs=task.inputs, config=task.config, outputs=outputs, counts=counts)
 
 
 def run_checksums(run: str, outputs: Mapping[str, str]) -> list[str]:
@@ -104,8 +94,8 @@ def unharmed(folder: str, outputs: Mapping[str, str]) -> bool:
 class _RunWriter:
     """Collects the documents of one stream and writes a run whenever enough tokens are held."""
 
-    def __init__(self, task: PieceTask, stream: str, held_out: bool) -> None:
-        self.task, self.stream, self.held_out = task, stream, held_out
+    def __init__(self, task: PieceTask, stream: str) -> None:
+        self.task, self.stream = task, stream
         self.held: list[tuple[int, bytes, np.ndarray]] = []
         self.held_tokens = 0
         self.documents = self.tokens = 0
@@ -140,13 +130,11 @@ class _RunWriter:
         self.held, self.held_tokens = [], 0
 
     def _publish(self, name: str, arrays: Sequence[np.ndarray]) -> None:
-        state = hashlib.sha256()
-        with storage.publish(storage.join(self.task.scratch, name)) as file:
+        path = storage.join(self.task.scratch, name)
+        with storage.publish(path) as file:
             for array in arrays:
-                data = array.tobytes()
-                state.update(data)
-                file.write(data)
-        self.outputs[name] = state.hexdigest()
+                file.write(array.tobytes())
+        self.outputs[name] = storage.sha256(path)
 
 
 def _prefix_sums(places: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.execution.engine import Engine
-from quern.errors import QuernError
 from quern.storage.parquet import read_table
 from quern.tokenize.byte_level import shown_bytes
 from quern.tokenize.encoding import format_ranks
@@ -150,8 +149,6 @@ def train_on_samples(samples: Sequence[str], vocab_size: int) -> bytes:
     """Train on the texts of all sample files, by (hash, doc_id)."""
     table = pa.concat_tables([read_table(path) for path in samples])
     keys = list(zip(table["key"].to_pylist(), table["doc_id"].to_pylist(), strict=True))
-    if len(set(keys)) != len(keys):
-        raise QuernError("two documents of the run have the same doc_id")
     texts = table["text"].combine_chunks()
     return train_ranks((texts[i].as_py() for i in sorted(range(len(keys)), key=keys.__getitem__)), vocab_size)
 

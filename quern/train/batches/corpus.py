@@ -13,7 +13,9 @@ import numpy as np
 
 from quern import storage
 from quern.config import digest
+from quern.data_pipeline.execution.run_directory import read_id
 from quern.errors import InputError
+from quern.tokenize.corpus_version import read_version
 from quern.tokenize.selection.chosen import Chosen, overlap
 from quern.tokenize.selection.where import choose
 from quern.tokenize.shard_format import VERSION_FILE
@@ -75,15 +77,6 @@ class Verified:
     """Bytes read."""
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """What a corpus version says of a source."""
-
-    version_path: str
-    entry: Mapping[str, Any]
-    encoding: Mapping[str, Any]
-
-
 class Corpus:
     """The sources of a mixture, each a stream of tokens cut into windows of ``seq_len + 1`` at stride ``seq_len``.
 
@@ -117,9 +110,8 @@ class Corpus:
             raise InputError(f"seq_len: expected an integer ≥ 1, got {seq_len}")
         self.seq_len = seq_len
         self.readers = tuple(map(_open, paths))
-        self._listed = tuple(_read_listed(reader) for reader in self.readers)
-        for reader, listed in zip(self.readers, self._listed, strict=True):
-            _check_encoding(reader, listed)
+        for reader in self.readers:
+            _check_encoding(reader)
         self._check_one_encoding()
         first = self.readers[0]
         self.encoding, self.ranks_path = first.encoding, first.ranks_path
@@ -128,7 +120,7 @@ class Corpus:
             if not os.path.exists(reader.ranks_path):
                 raise InputError(f"{reader.ranks_path}: is missing; the tokens of {reader.path} cannot be read back")
         self.wheres = tuple([None] * len(paths) if wheres is None else wheres)
-        streams = tuple(map(_identity, self.readers, self._listed))
+        streams = tuple(map(_identity, self.readers))
         self.chosen = tuple(
             None if where is None else _choose(reader, stream, where, folders, read)
             for reader, stream, where in zip(self.readers, streams, self.wheres, strict=True)
@@ -149,7 +141,7 @@ class Corpus:
                 )
         self.versions = tuple(reader.version for reader in self.readers)
         self._check_apart(streams)
-        told = [listed.entry["sha256"] for listed in self._listed]
+        told = [reader.entry["sha256"] for reader in self.readers]
         self.fingerprint = digest(told + [own.identity for own in self.chosen if own is not None])
 
     @property
@@ -175,13 +167,13 @@ class Corpus:
                 check_apart(path, (self.wheres[index], other), (self.wheres[before], one))
 
     def _check_one_encoding(self) -> None:
-        first = self._listed[0].encoding
-        for reader, listed in zip(self.readers, self._listed, strict=True):
+        first = self.readers[0].version_encoding
+        for reader in self.readers:
             for field in _ENCODING_FIELDS:
-                if field != "dtype" and listed.encoding[field] != first[field]:
+                if field != "dtype" and reader.version_encoding[field] != first[field]:
                     raise InputError(
-                        f"{listed.version_path}: encoding.{field} is {listed.encoding[field]!r} for source "
-                        f"{reader.source!r}, expected {first[field]!r} as in {self._listed[0].version_path}"
+                        f"{_version_path(reader)}: encoding.{field} is {reader.version_encoding[field]!r} for source "
+                        f"{reader.source!r}, expected {first[field]!r} as in {_version_path(self.readers[0])}"
                     )
 
     def verify(self, rank: int = 0, world: int = 1, cache_path: str | None = None) -> Verified:
@@ -193,13 +185,8 @@ class Corpus:
         Raises:
             InputError: a file is missing or damaged, or the corpus version has changed since it was opened.
         """
-        for reader, opened in zip(self.readers, self._listed, strict=True):
-            now = _read_listed(reader)
-            manifest = os.path.join(reader.root, now.entry["manifest"])
-            if (now.entry, now.encoding) != (opened.entry, opened.encoding):
-                raise InputError(f"{now.version_path}: {reader.source!r} has changed since the corpus was opened")
-            if not os.path.exists(manifest) or storage.sha256(manifest) != now.entry["sha256"]:
-                raise InputError(f"{manifest}: missing or changed; its SHA-256 is not the one in {VERSION_FILE}")
+        for reader in self.readers:
+            _check_unchanged(reader)
         expected = self._files()
         sizes = {path: size for path, (_, size) in expected.items()}
         mine = share_files(sizes, rank, world)
@@ -221,8 +208,8 @@ class Corpus:
     def _files(self) -> dict[str, tuple[str, int]]:
         """Path → (SHA-256, bytes) of every file that holds data; a file that several sources share is in it once."""
         files: dict[str, tuple[str, int]] = {}
-        for reader, listed in zip(self.readers, self._listed, strict=True):
-            found = [(reader.ranks_path, listed.encoding["sha256"])]
+        for reader in self.readers:
+            found = [(reader.ranks_path, reader.version_encoding["sha256"])]
             for shard in reader.shards:
                 found += [(os.path.join(reader.path, shard.bin), shard.sha256)]
                 found += [(os.path.join(reader.path, shard.spans), shard.spans_sha256)]
@@ -270,33 +257,35 @@ def _open(path: str) -> ShardReader:
     return ShardReader(path)
 
 
-def _read_listed(reader: ShardReader) -> _Listed:
-    """What VERSION.json says of the source; it must be the version the reader was opened at."""
-    path = os.path.join(reader.root, VERSION_FILE)
-    version = storage.read_json(path)
+def _version_path(reader: ShardReader) -> str:
+    return os.path.join(reader.root, VERSION_FILE)
+
+
+def _check_unchanged(reader: ShardReader) -> None:
+    """VERSION.json and the manifest are those of the version that the reader was opened at."""
+    path, version = _version_path(reader), read_version(reader.root)
     if version["version"] != reader.version or reader.source not in version["sources"]:
         raise InputError(
             f"{path}: version: expected {reader.version} with source {reader.source!r}, as when it was opened, "
             f"got {version['version']}; open the corpus again"
         )
-    encoding = version.get("encoding", {})
-    for field in (*_ENCODING_FIELDS, "ranks"):
-        if field not in encoding:
-            raise InputError(f"{path}: encoding.{field}: is missing")
-    return _Listed(path, version["sources"][reader.source], encoding)
+    if (version["sources"][reader.source], version["encoding"]) != (reader.entry, reader.version_encoding):
+        raise InputError(f"{path}: {reader.source!r} has changed since the corpus was opened")
+    manifest = os.path.join(reader.root, reader.entry["manifest"])
+    if not os.path.exists(manifest) or storage.sha256(manifest) != reader.entry["sha256"]:
+        raise InputError(f"{manifest}: missing or changed; its SHA-256 is not the one in {VERSION_FILE}")
 
 
-def _check_encoding(reader: ShardReader, listed: _Listed) -> None:
+def _check_encoding(reader: ShardReader) -> None:
     """The manifest agrees with the version, and every id fits the file's integers."""
-    path = os.path.join(reader.root, listed.entry["manifest"])
-    manifest = storage.read_json(path)
+    path, told = os.path.join(reader.root, reader.entry["manifest"]), reader.version_encoding
     for field, own in _ENCODING_FIELDS.items():
-        if manifest.get(own) != listed.encoding[field]:
+        if field not in told:
+            raise InputError(f"{_version_path(reader)}: encoding.{field}: is missing")
+        if reader.manifest.get(own) != told[field]:
             raise InputError(
-                f"{path}: {own}: expected {listed.encoding[field]!r} as in {VERSION_FILE}, got {manifest.get(own)!r}"
+                f"{path}: {own}: expected {told[field]!r} as in {VERSION_FILE}, got {reader.manifest.get(own)!r}"
             )
-    if reader.dtype not in (np.dtype("uint16"), np.dtype("uint32")):
-        raise InputError(f"{path}: dtype: expected uint16 or uint32, got {str(reader.dtype)!r}")
     most = int(np.iinfo(reader.dtype).max) + 1
     if not 1 <= reader.vocab_size <= most:
         raise InputError(
@@ -306,13 +295,8 @@ def _check_encoding(reader: ShardReader, listed: _Listed) -> None:
         raise InputError(f"{path}: eot_id: expected 0 to {reader.vocab_size - 1}, got {reader.eot_id}")
 
 
-def _identity(reader: ShardReader, listed: _Listed) -> str:
-    path = os.path.join(os.path.dirname(reader.root), "run.json")
-    run = storage.read_json(path)
-    ident = run.get("id") if isinstance(run, dict) else None
-    if not isinstance(ident, str) or not ident:
-        raise InputError(f"{path}: id: expected the identity of a data run, got {ident!r}")
-    return f"{ident}/{reader.source}/{listed.entry.get('since', 1)}"
+def _identity(reader: ShardReader) -> str:
+    return f"{read_id(os.path.dirname(reader.root))}/{reader.source}/{reader.entry.get('since', 1)}"
 
 
 def check_apart(path: str, one: tuple[str | None, Chosen], other: tuple[str | None, Chosen]) -> None:

@@ -151,7 +151,7 @@ def test_a_table_that_does_not_fit_is_refused(run_dir: Path, tmp_path: Path, for
 def test_twins_are_found_among_more_documents_than_memory_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar, "_JOIN_MEMORY", "20MiB")
+    monkeypatch.setattr(sidecar, "_JOIN_BYTES", 20 << 20)
     draw = random.Random(5)
     ids = [draw.randbytes(16) for _ in range(400_000)]
     ids[-1] = ids[7]

@@ -66,11 +66,14 @@ def test_a_table_of_measures_is_asked_by_its_name(site: Site, tmp_path: Path) ->
     pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
     with pytest.raises(InputError, match="dsir"):
         site.choose("dsir.rank < 4", tmp_path / "chosen")  # its manifest says that it is whole
+    table = {"table": "web/0.parquet"}
     written = hashlib.sha256((folder / "part-00000.parquet").read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps({"parts": [{"sha256": written}, {"sha256": "0" * 64}]}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"parts": [table | {"sha256": own} for own in (written, "0" * 64)]})
+    )
     with pytest.raises(InputError, match=r"part-00001.parquet: is missing or changed"):
         site.choose("dsir.rank < 4", tmp_path / "chosen")
-    (folder / "manifest.json").write_text(json.dumps({"parts": [{"sha256": written}]}))
+    (folder / "manifest.json").write_text(json.dumps({"parts": [table | {"sha256": written}]}))
     made = site.choose("dsir.rank < 4 and tokens > 2", tmp_path / "chosen")
     wanted = {row["doc_id"] for row in known[:4] if row["tokens"] > 2}
     assert 0 < made.documents == len(wanted)

@@ -14,7 +14,7 @@ from quern.data_pipeline.dedup.passes.decide import CLUSTER, DECISION
 from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
 from quern.data_pipeline.dedup.work import DedupInputs, Done
-from quern.data_pipeline.page.document import HASH
+from quern.data_pipeline.page.keys import column_of
 
 __all__ = ["sort_rows", "write_tables"]
 
@@ -100,5 +100,4 @@ def _cluster_columns(rows: np.ndarray) -> list[pa.Array]:
 
 
 def _hashes(high: np.ndarray, low: np.ndarray) -> pa.Array:
-    data = pa.py_buffer(np.stack([high, low], axis=1).astype(">u8").tobytes())
-    return pa.FixedSizeBinaryArray.from_buffers(HASH, len(high), [None, data])
+    return column_of(np.stack([high, low], axis=1).astype(">u8").tobytes())

@@ -6,8 +6,6 @@ looks at what there is: a purge that was killed does the rest.
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +22,10 @@ from quern.data_pipeline.execution.run_directory import remove_torn
 from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
+from quern.lineage.limits import config_of
 from quern.lineage.purge.tables.files import FileChange, changes_since, note_before
 from quern.lineage.purge.tables.row_groups import opened
+from quern.lineage.purge.tables.rows import by_partition
 
 __all__ = ["REPORT", "TEXT_COLUMNS", "Cleaned", "clean"]
 
@@ -100,28 +100,13 @@ def clean(run: str, deletion_set: pa.Table, purge: str) -> Cleaned:
 def _remove_scratch(run: str) -> None:
     """What killed drivers and writers left: a complete run has no use for it, and it may hold texts."""
     storage.remove_tree(storage.join(run, ".work"))
-    if not storage.is_local(run):
-        remove_torn(run)
-        return
-    inner = storage.split(run)[1]
-    for name in os.listdir(inner):
-        if storage.is_temporary(name):
-            storage.remove(os.path.join(inner, name))
-        elif name != INDEX_FOLDER:  # which is made beside us, and holds no text
-            remove_torn(os.path.join(inner, name))
+    remove_torn(run, besides=INDEX_FOLDER)  # which is made beside us, and holds no text
 
 
 def _partitions(deletion_set: pa.Table) -> list[_Partition]:
     """By source and name; a document without a post_filter_hash never had a text."""
     rows = deletion_set.filter(pc.is_valid(deletion_set["post_filter_hash"])).select(["source", "partition", "doc_id"])
-    rows = rows.sort_by([("source", "ascending"), ("partition", "ascending")]).combine_chunks()
-    names = list(zip(rows["source"].to_pylist(), rows["partition"].to_pylist(), strict=True))
-    found, start = [], 0
-    for (source, name), group in itertools.groupby(names):
-        end = start + sum(1 for _ in group)
-        found.append(_Partition(source, name, key_set([keys_of(rows["doc_id"].slice(start, end - start))])))
-        start = end
-    return found
+    return [_Partition(source, name, key_set([keys_of(own["doc_id"])])) for source, name, own in by_partition(rows)]
 
 
 # ---- tables
@@ -237,7 +222,5 @@ def _clean_report(run: str, ids: np.ndarray) -> list[str]:
 
 
 def _seed(run: str) -> int:
-    record = storage.read_json(storage.join(run, "run.json"))
-    config = record.get("config") if isinstance(record, dict) else None
-    seed = config.get("seed") if isinstance(config, dict) else None
+    seed = config_of(storage.read_json(storage.join(run, "run.json"))).get("seed")
     return seed if isinstance(seed, int) else 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,15 +14,17 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH
+from quern.data_pipeline.page.keys import column_of
 from quern.errors import InputError
-from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, RESTORED, Purges, changes_file
+from quern.lineage.index.changes import CHANGE_FILE, CHANGES_SCHEMA, PURGED, RESTORED, Purges, changes_file
 from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.apply.shards import ShardChange, read_spans, write_generation
 from quern.lineage.purge.restoration.restore import Restored
 from quern.lineage.purge.restoration.restored_tokens import Tokens, read_tokens
+from quern.remote.concurrency import in_order
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import keyed_hashes
-from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, manifest_of, version_entry
+from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, write_manifest
 
 __all__ = ["OpenCorpus", "PurgePlan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
 
@@ -31,7 +32,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _VERSIONED = re.compile(r"(?:shard_[0-9]{5,9}\.v([0-9]+)\.(?:bin|spans\.parquet)|manifest\.v([0-9]+)\.json)")
-_CHANGES = re.compile(r"(?:changes|decisions)\.v([0-9]+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def make_plan(
     back = restored["doc_id"].combine_chunks().sort() if restored is not None else pa.array([], HASH)
     return PurgePlan(
         changes=tuple(changes),
-        purged=_ids(np.sort(np.frombuffer(b"".join(gone), "S16"))),
+        purged=column_of(np.sort(np.frombuffer(b"".join(gone), "S16")).tobytes()),
         restored=back,
         tokens_purged=tokens_purged,
         bytes_read=sum(change.info.tokens * width[change.stream] for change in changes if change.info is not None),
@@ -142,14 +142,10 @@ def make_plan(
     )
 
 
-def _ids(keys: np.ndarray) -> pa.Array:
-    return pa.FixedSizeBinaryArray.from_buffers(HASH, len(keys), [None, pa.py_buffer(keys.tobytes())])
-
-
 def _with_tokens(corpus: OpenCorpus, deletion_set: pa.Table) -> pa.Table:
     """doc_id and source of the deletion set that may have tokens: neither dropped, nor removed and not restored
     since."""
-    restored = _ids(Purges(corpus.tokens, corpus.version).restored_ids())
+    restored = column_of(Purges(corpus.tokens, corpus.version).restored_ids().tobytes())
     removed = pc.and_(
         pc.is_valid(deletion_set["removed_as"]), pc.invert(pc.is_in(deletion_set["doc_id"], value_set=restored))
     )
@@ -183,7 +179,7 @@ def _look(
         return _Found(rows, spans.doc_ids[rows].tobytes(), int(spans.lengths[rows].sum()), already)
 
     positions = sorted({*wanted, *(at for at in arriving if at < len(listed.shards))})
-    yield from zip(positions, _in_threads(look, positions, workers), strict=True)
+    yield from zip(positions, in_order(lambda own, stopped: look(own), positions, max(1, workers)), strict=True)
 
 
 def _candidates(listed: Listed, ids: Sequence[bytes]) -> dict[int, np.ndarray]:
@@ -235,7 +231,8 @@ def write_shards(
         )  # fmt: skip
 
     written: dict[str, dict[int, ShardInfo]] = {}
-    for change, info in zip(plan.changes, _in_threads(write, plan.changes, workers), strict=True):
+    infos = in_order(lambda change, stopped: write(change), plan.changes, max(1, workers))
+    for change, info in zip(plan.changes, infos, strict=True):
         written.setdefault(change.stream, {})[change.position] = info
     return written
 
@@ -251,11 +248,7 @@ def publish(corpus: OpenCorpus, plan: PurgePlan, mode: str, written: Mapping[str
             continue
         count = max(len(listed.shards), *(position + 1 for position in own))
         shards = [own[position] if position in own else listed.shards[position] for position in range(count)]
-        manifest = {**listed.manifest, **manifest_of(shards)}
-        name = f"manifest.v{version}.json"
-        path = storage.join(corpus.tokens, listed.source, name)
-        storage.write_json(path, manifest)
-        entry = version_entry(listed.source, name, storage.sha256(path), shards)
+        entry = write_manifest(corpus.tokens, listed.source, f"manifest.v{version}.json", shards, listed.manifest)
         since = {"since": version} if mode == "rewrite" else {}
         sources[listed.source] = {**sources[listed.source], **entry, **since}
     record = {**corpus.record, "version": version, "parent": corpus.version, "kind": mode, "sources": sources}
@@ -277,20 +270,8 @@ def undo(tokens: str, version: int) -> int:
     removed = 0
     for path in storage.list_files(tokens):
         name = path.rpartition("/")[2]
-        match = _VERSIONED.fullmatch(name) or _CHANGES.fullmatch(name)
+        match = _VERSIONED.fullmatch(name) or CHANGE_FILE.fullmatch(name)
         if match is not None and int(next(filter(None, match.groups()))) == version:
             storage.remove(path)
             removed += 1
     return removed
-
-
-def _in_threads(function: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
-    """Results in order; the first error ends what has not begun."""
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            for future in futures:
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from quern import storage
+from quern.data_pipeline.execution.run_directory import read_id
 from quern.errors import InputError, QuernError
 from quern.lineage.exposure import Clean, Tally, clean, walk
 from quern.lineage.purge.impact.earlier import settle
@@ -52,11 +53,7 @@ def training_impact(
     Raises:
         InputError: ``run`` is no data run.
     """
-    path = storage.join(run, "run.json")
-    record = storage.read_json(path)
-    run_id = record.get("id") if isinstance(record, dict) else None
-    if not isinstance(run_id, str):
-        raise InputError(f"{path}: id: expected the identity of a data run, got {run_id!r:.60}")
+    run_id = read_id(run)
     ids = b"".join(doc_ids)
     given = {os.path.realpath(path): os.path.abspath(path) for path in train_runs}
     registered, unregistered = _registered(run)

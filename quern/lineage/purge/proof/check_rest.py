@@ -11,23 +11,24 @@ import numpy as np
 
 from quern import storage
 from quern.data_pipeline import report
+from quern.data_pipeline.execution.run_directory import torn
 from quern.data_pipeline.page.keys import KEY, contains, places
 from quern.data_pipeline.stages.tombstones import read_purge_list
 from quern.errors import InputError, QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
+from quern.lineage.index.changes import CHANGE_FILE
 from quern.lineage.purge.apply.clean import REPORT
 from quern.lineage.purge.apply.pages import pages, shown_in
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import journal
-from quern.lineage.purge.tables.files import listed_files
 from quern.tokenize import reader_lock
+from quern.tokenize.corpus_version import listed_files
 
 __all__ = ["check_left_over", "check_pages", "check_purge_list"]
 
 _SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v[1-9][0-9]*)?\.(?:bin|spans\.parquet)")
 _MANIFEST = re.compile(r"manifest(?:\.v[1-9][0-9]*)?\.json")
-_CHANGES = re.compile(r"(?:changes|decisions)\.v([1-9][0-9]*)\.parquet")
 
 
 def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
@@ -46,7 +47,8 @@ def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
     if storage.is_folder(storage.join(run, ".work")):
         check.found(".work", "scratch of a killed driver, which may hold texts")
     if storage.is_local(run):
-        for name in _torn(storage.split(run)[1]):
+        for path in torn(run, besides=INDEX_FOLDER):  # which holds no text, and is made beside us
+            name = os.path.relpath(path, storage.split(run)[1])
             check.found(name, "half a file of a killed writer, which may hold texts")
     else:
         check.unknown.append("uploads that were begun and never completed are not looked for; nobody can read them")
@@ -60,7 +62,7 @@ def _unlisted(run: str, version: Mapping[str, Any], check: Check) -> Iterator[tu
         check.counts["files"] += 1
         name = "tokens/" + path[path.rindex("/tokens/") + len("/tokens/") :]
         file = name.rsplit("/", 1)[-1]
-        changes = _CHANGES.fullmatch(file)
+        changes = CHANGE_FILE.fullmatch(file)
         if changes and int(changes[1]) > version["version"]:
             yield name, f"is of a version after {version['version']}, which is the newest"
         elif (_SHARD.fullmatch(file) or _MANIFEST.fullmatch(file)) and name not in listed:
@@ -86,16 +88,6 @@ def _held(run: str) -> set[str]:
         except (InputError, KeyError, TypeError):
             continue
     return found
-
-
-def _torn(root: str) -> Iterator[str]:
-    """Temporary files below the run, but for those of the lineage index, which holds no text and is made beside us."""
-    for folder, below, names in os.walk(root):
-        if folder == root:
-            below[:] = [name for name in below if name != INDEX_FOLDER]
-        for name in names:
-            if storage.is_temporary(name):
-                yield os.path.relpath(os.path.join(folder, name), root)
 
 
 def check_purge_list(purged: Purged, purge_list: str | None) -> Check:

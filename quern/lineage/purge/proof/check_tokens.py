@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,11 @@ from quern.data_pipeline.page.keys import contains, keys_of
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
+from quern.remote.concurrency import in_order
 from quern.storage.parquet import open_table
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.exchange.texts import Vocabulary
-from quern.tokenize.shard_format import SPANS_SCHEMA
+from quern.tokenize.shard_format import SPANS_SCHEMA, ShardInfo
 
 __all__ = ["check_tokens"]
 
@@ -27,18 +27,6 @@ _BLOCK = 4 << 20
 #: Tokens whose texts are compared at once.
 _STRETCH = 1 << 20
 _EMPTY = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """A shard as ``VERSION.json`` lists it; paths are below the run."""
-
-    bin: str
-    sha256: str
-    spans: str
-    spans_sha256: str
-    tokens: int
-    documents: int
 
 
 @dataclass(frozen=True)
@@ -92,12 +80,11 @@ def check_tokens(
     except (KeyError, TypeError, ValueError) as error:
         sums.found("tokens/VERSION.json", f"is no whole list of a corpus version ({error})")
         return tokens, sums
-    with ThreadPoolExecutor(max(1, workers), "verify") as pool:
-        for own in pool.map(lambda shard: _check_shard(job, shard), shards):
-            for total, part in zip((tokens, sums), own, strict=True):
-                total.counts.update(part.counts)
-                total.num_findings += part.num_findings
-                total.findings += part.findings[: MAX_FINDINGS - len(total.findings)]
+    for own in in_order(lambda shard, stopped: _check_shard(job, shard), shards, max(1, workers)):
+        for total, part in zip((tokens, sums), own, strict=True):
+            total.counts.update(part.counts)
+            total.num_findings += part.num_findings
+            total.findings += part.findings[: MAX_FINDINGS - len(total.findings)]
     return tokens, sums
 
 
@@ -109,40 +96,31 @@ def _vocabulary(run: str, encoding: Mapping[str, Any], check: Check) -> Vocabula
         return None
 
 
-def _manifests(run: str, version: Mapping[str, Any], check: Check) -> Iterator[_Shard]:
-    """All shards that are listed, held-out ones too; manifests are compared on the way."""
+def _manifests(run: str, version: Mapping[str, Any], check: Check) -> Iterator[ShardInfo]:
+    """All shards that are listed, held-out ones too, with paths below the run; manifests are compared on the way."""
     for entry in version["sources"].values():
         name = f"tokens/{entry['manifest']}"
         _compare(run, name, entry["sha256"], check)
         for shard in entry["shards"]:
-            yield _Shard(
-                f"tokens/{shard['bin']}", shard["sha256"], f"tokens/{shard['spans']}", shard["spans_sha256"],
-                int(shard["tokens"]), int(shard["documents"]),
+            yield ShardInfo(
+                f"tokens/{shard['bin']}", f"tokens/{shard['spans']}", int(shard["tokens"]), int(shard["documents"]),
+                shard["sha256"], shard["spans_sha256"], "", "",
             )  # fmt: skip
 
 
 def _compare(run: str, name: str, sha256: str, check: Check) -> None:
     check.counts["files"] += 1
     try:
-        if _sha256(storage.join(run, name)) != sha256:
+        if storage.sha256(storage.join(run, name), read=True) != sha256:  # whatever a store says of it
             check.found(name, "its SHA-256 is not the one in VERSION.json")
     except FileNotFoundError:
         check.found(name, "is missing")
 
 
-def _sha256(path: str) -> str:
-    """Of the bytes that are there, and not of what a store says of them."""
-    state = hashlib.sha256()
-    with storage.open_read(path) as file:
-        while block := file.read(_BLOCK):
-            state.update(block)
-    return state.hexdigest()
-
-
 # ---- one shard
 
 
-def _check_shard(job: _Job, shard: _Shard) -> tuple[Check, Check]:
+def _check_shard(job: _Job, shard: ShardInfo) -> tuple[Check, Check]:
     tokens, sums = Check("tokens", ""), Check("checksums", "")
     _compare(job.run, shard.spans, shard.spans_sha256, sums)
     sums.counts["files"] += 1
@@ -165,7 +143,7 @@ def _check_shard(job: _Job, shard: _Shard) -> tuple[Check, Check]:
     return tokens, sums
 
 
-def _read_spans(job: _Job, shard: _Shard, check: Check) -> _Spans:
+def _read_spans(job: _Job, shard: ShardInfo, check: Check) -> _Spans:
     """The spans, each looked at; they must cover the shard, else tokens could hide between them."""
     parts: list[tuple[np.ndarray, ...]] = []
     row = end = 0
@@ -194,7 +172,7 @@ def _only(mask: np.ndarray, *columns: np.ndarray) -> tuple[np.ndarray, ...]:
     return starts, lengths, np.ones(len(starts), bool), ids
 
 
-def _judge(job: _Job, shard: _Shard, ids: np.ndarray, gone: np.ndarray, first: int, check: Check) -> None:
+def _judge(job: _Job, shard: ShardInfo, ids: np.ndarray, gone: np.ndarray, first: int, check: Check) -> None:
     check.counts["purged spans"] += int(gone.sum())
     for keys, what in (
         (job.purged.ids, "is of a purged document, and not marked as purged"),
@@ -204,7 +182,7 @@ def _judge(job: _Job, shard: _Shard, ids: np.ndarray, gone: np.ndarray, first: i
             check.found(shard.spans, what, first + at, ids[at : at + 1].tobytes())
 
 
-def _scan(job: _Job, shard: _Shard, spans: _Spans, check: Check) -> str:
+def _scan(job: _Job, shard: ShardInfo, spans: _Spans, check: Check) -> str:
     """Read the tokens once: their SHA-256, and what is no EOT in a purged span."""
     state = hashlib.sha256()
     starts, lengths, ids = (own[spans.purged] for own in (spans.starts, spans.lengths, spans.ids))
@@ -238,7 +216,7 @@ def _no_eot(eot: int, tokens: np.ndarray, first: int, starts: np.ndarray, length
     return np.asarray(low + np.flatnonzero(other[ends] != other[begins]), np.int64)
 
 
-def _compare_texts(job: _Job, vocabulary: Vocabulary, shard: _Shard, spans: _Spans, check: Check) -> None:
+def _compare_texts(job: _Job, vocabulary: Vocabulary, shard: ShardInfo, spans: _Spans, check: Check) -> None:
     """Decode every span that is not purged."""
     path = storage.join(job.run, shard.bin)
     rows = np.flatnonzero(~spans.purged)

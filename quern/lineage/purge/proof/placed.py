@@ -10,7 +10,7 @@ from typing import Any, Literal
 from quern import storage
 from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.tables.row_groups import name_below
-from quern.mixtures.importance.table import PART, SCRATCH, listed_parts
+from quern.tokenize.selection.measures import PART, SCRATCH, listed_parts
 
 __all__ = ["Kind", "strangers"]
 

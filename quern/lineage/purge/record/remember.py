@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.stages.tombstones import MADE_WITH, PURGE_SCHEMA
 from quern.errors import InputError
 from quern.lineage.purge.tables.row_groups import GONE
+from quern.lineage.purge.tables.rows import by_partition
 from quern.storage.parquet import open_table, read_batches
 from quern.tokenize.corpus_version import inside
 
@@ -168,16 +168,17 @@ def _of(path: str) -> str | None:
 
 
 def _rows(deletion_set: pa.Table, signatures: Signatures | None) -> Iterator[pa.Table]:
-    """The tombstones: those with a signature by partition, then the others at once."""
+    """The tombstones: those that passed all gates and have a signature by partition, then the others at once."""
     rows = deletion_set.select([*PURGE_SCHEMA.names, "source", "partition", "stage"]).combine_chunks()
     if signatures is None:
         yield rows.select(PURGE_SCHEMA.names)
         return
     signed = np.zeros(len(rows), np.bool_)
-    for (source, partition), own in _by_partition(rows):
-        doc_ids = rows["doc_id"].take(own).combine_chunks()
+    passed = rows.append_column("row", pa.array(np.arange(len(rows)))).filter(rows["stage"].is_null())
+    for source, partition, own in by_partition(passed):
+        doc_ids, places = own["doc_id"].combine_chunks(), own["row"].combine_chunks()
         for batch in signatures.of(source, partition, doc_ids):
-            at = own.take(pc.index_in(batch["doc_id"], value_set=doc_ids))
+            at = places.take(pc.index_in(batch["doc_id"], value_set=doc_ids))
             signed[at.to_numpy()] = True
             found = rows.select(PURGE_SCHEMA.names).take(at)
             for name in _SKETCH:
@@ -187,15 +188,3 @@ def _rows(deletion_set: pa.Table, signatures: Signatures | None) -> Iterator[pa.
     for name in _SKETCH:
         rest = rest.append_column(name, pa.nulls(len(rest), SIGNATURE_SCHEMA.field(name).type))
     yield rest
-
-
-def _by_partition(rows: pa.Table) -> Iterator[tuple[tuple[str, str], pa.Array]]:
-    """Source and partition, and the places of their rows that passed all gates."""
-    places = rows.append_column("row", pa.array(np.arange(len(rows)))).filter(rows["stage"].is_null())
-    places = places.sort_by([("source", "ascending"), ("partition", "ascending"), ("row", "ascending")])
-    names = list(zip(places["source"].to_pylist(), places["partition"].to_pylist(), strict=True))
-    start = 0
-    for name, own in itertools.groupby(names):
-        end = start + sum(1 for _ in own)
-        yield name, places["row"].slice(start, end - start).combine_chunks()
-        start = end

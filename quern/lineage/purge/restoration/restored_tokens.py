@@ -10,14 +10,13 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH, content_hash
 from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import InputError
-from quern.lineage.purge.tables.rows import matching
-from quern.storage.parquet import open_table
+from quern.lineage.purge.tables.rows import by_partition, matching
+from quern.storage.parquet import TableWriter, open_table
 from quern.tokenize.encoding import Encoding, load_encoding
 
 __all__ = ["TOKENS_SCHEMA", "Tokens", "read_tokens", "write_tokens"]
@@ -34,7 +33,8 @@ TOKENS_SCHEMA = pa.schema(
 
 #: Bytes of tokens in a row group, and the most documents.
 _GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1 << 14
-_TEXTS = 256
+#: Documents whose texts are read, and whose tokens are written, at once.
+_TEXTS, _TOKENS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,15 @@ def write_tokens(run: str, restored: pa.Table, path: str) -> int:
     dtype = np.dtype(encoding.dtype).newbyteorder("<")
     with tempfile.TemporaryFile(prefix="quern-restore-") as spool:
         starts, sizes = _spool(run, restored, encoding, dtype, spool)
-        with storage.publish(path) as file, pq.ParquetWriter(file, TOKENS_SCHEMA, compression="zstd") as writer:
-            first = 0
-            ends = np.cumsum(sizes)
-            while first < restored.num_rows:
-                before = int(ends[first - 1]) if first else 0
-                last = int(np.searchsorted(ends, before + _GROUP_BYTES, side="right"))
-                last = min(max(last, first + 1), first + _GROUP_ROWS)
-                rows = restored.slice(first, last - first)
-                columns = [rows[name] for name in ("stream", "place_key", "doc_id")]
-                columns.append(
-                    pa.array([_read(spool, int(starts[row]), int(sizes[row])) for row in range(first, last)])
-                )
-                writer.write_table(pa.table(columns, schema=TOKENS_SCHEMA), row_group_size=_GROUP_ROWS)
-                first = last
+        with (
+            storage.publish(path) as file,
+            TableWriter(file, TOKENS_SCHEMA, rows=_GROUP_ROWS, size=_GROUP_BYTES) as writer,
+        ):
+            for first in range(0, restored.num_rows, _TOKENS):
+                own = slice(first, first + _TOKENS)
+                tokens = map(partial(_read, spool), starts[own].tolist(), sizes[own].tolist())
+                rows = restored.slice(first, _TOKENS).select(TOKENS_SCHEMA.names[:-1])
+                writer.add(rows.append_column("tokens", pa.array(tokens, pa.binary())))
     return int(sizes.sum()) // dtype.itemsize
 
 
@@ -127,12 +122,11 @@ def _spool(
     """Append every document's tokens to ``spool``; where each starts there and its bytes, in the order of the rows."""
     starts, sizes = np.zeros(restored.num_rows, np.int64), np.full(restored.num_rows, -1, np.int64)
     end = 0
-    for source, partition, rows in _by_partition(restored):
+    for source, partition, own in by_partition(restored.append_column("row", pa.array(np.arange(restored.num_rows)))):
         path = storage.join(run, "documents", source, f"{partition}.parquet")
-        own = restored.take(rows)
         doc_ids = own["doc_id"].to_pylist()
         expected = dict(zip(doc_ids, own["post_filter_hash"].to_pylist(), strict=True))
-        row_of = dict(zip(doc_ids, rows.tolist(), strict=True))
+        row_of = dict(zip(doc_ids, own["row"].to_pylist(), strict=True))
         wanted = key_set([keys_of(own["doc_id"])])
         for batch in matching(path, ["text"], partial(contains, wanted), _TEXTS):
             for doc_id, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
@@ -147,15 +141,6 @@ def _spool(
         doc_id = restored["doc_id"][row].as_py().hex()
         raise InputError(f"{run}: document {doc_id}: its text is not in documents/, it cannot be restored")
     return starts, sizes
-
-
-def _by_partition(restored: pa.Table) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Source, partition, and int64 rows of the table."""
-    rows: dict[tuple[str, str], list[int]] = {}
-    for row, place in enumerate(zip(*(restored[name].to_pylist() for name in ("source", "partition")), strict=True)):
-        rows.setdefault(place, []).append(row)
-    for (source, partition), own in sorted(rows.items()):
-        yield source, partition, np.array(own, np.int64)
 
 
 def _read(spool: IO[bytes], start: int, size: int) -> bytes:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quern import storage
+from quern.tokenize.corpus_version import listed_files
 
-__all__ = ["PURGE_FOLDER", "FileChange", "changes_since", "checksum", "listed_files", "note_before", "version_changes"]
+__all__ = ["PURGE_FOLDER", "FileChange", "changes_since", "checksum", "note_before", "version_changes"]
 
 #: Of a run directory: what an unfinished purge has to know.
 PURGE_FOLDER = ".purge"
@@ -68,14 +69,3 @@ def version_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return sorted(
         FileChange(path, old.get(path), new.get(path)) for path in {*old, *new} if old.get(path) != new.get(path)
     )
-
-
-def listed_files(version: Mapping[str, Any]) -> dict[str, str]:
-    """Path below the run → SHA-256 of every file that a ``VERSION.json`` lists."""
-    files = {}
-    for source in version["sources"].values():
-        files[f"tokens/{source['manifest']}"] = source["sha256"]
-        for shard in source["shards"]:
-            files[f"tokens/{shard['bin']}"] = shard["sha256"]
-            files[f"tokens/{shard['spans']}"] = shard["spans_sha256"]
-    return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 from quern.data_pipeline.page.keys import key_set, keys_of
 from quern.storage.parquet import null_count, open_table, read_batches
 
-__all__ = ["batches", "matching", "with_value"]
+__all__ = ["batches", "by_partition", "matching", "with_value"]
 
 _ROWS = 1 << 17
 _HEAVY_ROWS = 1024
@@ -43,6 +44,17 @@ def matching(
                 found = batch.filter(pa.array(wanted(keys_of(batch.column("doc_id")))))
                 if found.num_rows:
                     yield found.select(own)
+
+
+def by_partition(rows: pa.Table) -> Iterator[tuple[str, str, pa.Table]]:
+    """Source and partition of the rows of a table, each once, by name, and the rows of each in their order."""
+    rows = rows.sort_by([("source", "ascending"), ("partition", "ascending")]).combine_chunks()
+    names = list(zip(rows["source"].to_pylist(), rows["partition"].to_pylist(), strict=True))
+    start = 0
+    for (source, partition), own in itertools.groupby(names):
+        count = sum(1 for _ in own)
+        yield source, partition, rows.slice(start, count)
+        start += count
 
 
 def with_value(path: str, name: str) -> np.ndarray:

@@ -14,8 +14,8 @@ from quern import storage
 from quern.errors import InputError
 from quern.storage.parquet import read_table
 
-__all__ = ["FORMAT", "MANIFEST", "PART", "SCHEMA", "SCRATCH", "check_name", "folder", "listed_parts", "part",
-           "published", "read_manifest", "rows_of"]  # fmt: skip
+__all__ = ["FORMAT", "MANIFEST", "PART", "SCHEMA", "SCRATCH", "check_name", "checked_parts", "folder", "listed_parts",
+           "part", "published", "read_manifest", "rows_of"]  # fmt: skip
 
 #: Raised whenever the code would write another table from the same texts and parameters.
 FORMAT = 1
@@ -82,12 +82,28 @@ def read_manifest(run: str, name: str) -> dict[str, Any]:
     path = storage.join(folder(run, name), MANIFEST)
     record = storage.read_json(path)
     parts = record.get("parts") if isinstance(record, dict) else None
-    if not isinstance(parts, list):
+    if not isinstance(parts, list) or not parts:
         raise InputError(f"{path}: parts: expected a list, got {parts!r:.60}")
     for number, own in enumerate(parts):
         if not isinstance(own, dict) or not all(isinstance(own.get(key), str) for key in ("table", "sha256")):
             raise InputError(f"{path}: parts.{number}: expected a table and its sha256, got {own!r:.60}")
     return dict(record)
+
+
+def checked_parts(run: str, name: str) -> list[str]:
+    """The files of the table of a selection, each of which has the bytes that its manifest tells.
+
+    Raises:
+        InputError: one has not, or the manifest is damaged.
+    """
+    root = folder(run, name)
+    found = []
+    for number, own in enumerate(read_manifest(run, name)["parts"]):
+        found.append(file := part(run, name, number))
+        if not storage.is_file(file) or storage.sha256(file) != own["sha256"]:
+            told = f"is missing or changed: its SHA-256 is not the one in {storage.join(root, MANIFEST)}"
+            raise InputError(f"{file}: {told}; remove {root} to have it written again")
+    return found
 
 
 def listed_parts(run: str) -> dict[str, str]:
