@@ -9,8 +9,10 @@ from rich.text import Text
 
 from quern import storage
 from quern.cli.mix.laws import number_table
+from quern.cli.open_run import note
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
+from quern.train.config import DoReMiConfig
 from quern.train.init_from import load_train_config
 
 __all__ = ["doremi"]
@@ -23,21 +25,30 @@ def doremi(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="What makes both runs small: model.preset=125M steps=20000")
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="A checkpoint or run of the small model, in place of training one.")
+    ] = None,
+    step_size: Annotated[
+        float, typer.Option(min=1e-9, help="In a step a weight grows by exp of this times its excess loss.")
+    ] = 1.0,
+    smoothing: Annotated[
+        float, typer.Option(min=0, max=0.999, help="The part of all weight that is the same for all sources.")
+    ] = 1e-3,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each run, processes on this machine.")] = 1,
     json: bool = JSON,
 ) -> None:
     """Train a reference of CONFIG's sources and then a proxy that learns their weights against it (DoReMi, Xie et al.
     2023), and print the mean weights as the data: section of the run to come.
 
-    The same command goes on with runs that were interrupted. doremi.step_size and doremi.smoothing are overrides; with
-    doremi.reference no reference is trained.
+    The same command goes on with runs that were interrupted.
     """
     from quern.train.swarm.doremi import plan_doremi, propose, run_doremi
 
     base = load_train_config(config)
-    runs = plan_doremi(base, load_train_config(config, overrides or ()), out)
+    learning = DoReMiConfig(reference=reference, step_size=step_size, smoothing=smoothing)
+    runs = plan_doremi(base, load_train_config(config, overrides or ()), out, learning)
     with json_stdout(json) as emit:
-        run_doremi(runs, out, nproc)
+        run_doremi(runs, out, nproc, note)
         found = propose(base, runs["proxy"])
         section = {"data": found["data"]}
         storage.publish_bytes(storage.join(out, "proposal.yaml"), dump_yaml(section).encode())

@@ -4,6 +4,7 @@ Imports no torch."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quern import storage
@@ -12,33 +13,32 @@ from quern.errors import STOPPED, InputError, QuernError
 from quern.mixtures.weighting import even_weights, most_samples
 from quern.safe_path import module
 from quern.train.batches.mixture import budget, open_corpus, source_names, sources_of
-from quern.train.config import TrainConfig
+from quern.train.config import DoReMiConfig, TrainConfig
 from quern.train.history.metrics_file import MetricsTable, read_metrics
 from quern.train.processes import launch
 
 __all__ = ["plan_doremi", "propose", "run_doremi"]
 
 
-def plan_doremi(base: TrainConfig, small: TrainConfig, folder: str) -> dict[str, TrainConfig]:
-    """The configs of both runs by name, in the order in which they are trained; of the proxy alone, where ``small``
+def plan_doremi(base: TrainConfig, small: TrainConfig, folder: str, learning: DoReMiConfig) -> dict[str, TrainConfig]:
+    """The configs of both runs by name, in the order in which they are trained; of the proxy alone, where ``learning``
     names a reference. ``base``: of the run that weights are wanted for.
 
     Raises:
         InputError: ``small`` has other sources, or two runs would share a store.
     """
-    if small.data != base.data or small.run_dir != base.run_dir:
-        raise InputError("overrides: expected none of data and run_dir, which are set here")
+    if small.data != base.data or small.run_dir != base.run_dir or small.doremi != DoReMiConfig():
+        raise InputError("overrides: expected none of data, run_dir and doremi, which are set here")
     if small.checkpoint.store is not None or small.checkpoint.local is not None:
         raise InputError("overrides: expected checkpoint.store=null and checkpoint.local=null: runs would share them")
     folders = {name: storage.join(folder, name) for name in ("reference", "proxy")}
-    given = small.doremi.reference
-    learned = small.doremi.model_copy(update={"reference": given or folders["reference"]})
-    runs = {} if given else {"reference": small.model_dump(exclude={"doremi"})}
+    learned = learning.model_copy(update={"reference": learning.reference or folders["reference"]})
+    runs = {} if learning.reference else {"reference": small.model_dump()}
     runs["proxy"] = small.model_dump() | {"doremi": learned.model_dump()}
     return {name: TrainConfig.model_validate(own | {"run_dir": folders[name]}) for name, own in runs.items()}
 
 
-def run_doremi(runs: dict[str, TrainConfig], folder: str, nproc: int) -> None:
+def run_doremi(runs: Mapping[str, TrainConfig], folder: str, nproc: int, say: Callable[[str], None]) -> None:
     """Train both runs, one after the other, on ``nproc`` ranks of this machine; one that is complete is not trained
     again, and one that was interrupted goes on. Their configs are ``folder/NAME.yaml``, for other launchers.
 
@@ -52,9 +52,16 @@ def run_doremi(runs: dict[str, TrainConfig], folder: str, nproc: int) -> None:
         path = storage.join(folder, f"{name}.yaml")
         storage.publish_bytes(path, dump_yaml(config).encode())
         command = module("quern.cli.main", "train", "run", path, "--nproc", str(nproc))
-        with launch.started(command, [os.environ], launch.send) as workers:
+        say(f"the {name}: {config.run_dir}")
+        signals: list[int] = []
+
+        def pass_on(workers: Sequence[launch.Worker], number: int, heard: list[int] = signals) -> None:
+            heard.append(number)
+            launch.send(workers, number)
+
+        with launch.started(command, [os.environ], pass_on) as workers:
             code = launch.wait(workers)
-        if code == STOPPED:
+        if code and (code == STOPPED or signals):
             raise QuernError(f"{config.run_dir}: was stopped; the same command goes on with it")
         if code:
             raise QuernError(f"{config.run_dir}: ended with code {code}; its log is above")

@@ -33,7 +33,7 @@ with open(os.path.join(config["run_dir"], "metrics.jsonl"), "a") as file:
 
 
 def write(folder: Path, steps: int = 60, max_epochs: float = 4.0, **changes: Any) -> Path:
-    """A large run's config and a swarm's: 97 windows of web, 97 of books; the large run reads 240, the small 24."""
+    """A large run's config and a swarm's: 76 windows of web, 76 of books; the large run reads 240, the small 24."""
     rng = random.Random(5)
     shards = {name: corpora.make_shards(rng, [[40, 90, 7] * 12, [200] * 4]) for name in ("web", "books")}
     held_out = {f"{name}.val": corpora.make_shards(rng, [[50] * 4]) for name in shards}
