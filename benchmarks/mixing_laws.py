@@ -24,8 +24,7 @@ import yaml
 from numpy.typing import NDArray
 from scipy.stats import spearmanr, t
 
-from quern.mixtures.laws.fit import fit
-from quern.mixtures.laws.forms import Floats, by_parameters, losses
+from quern.mixtures.laws.fit import Floats, by_parameters, fit, losses
 from quern.mixtures.laws.propose import Wish, propose
 from quern.mixtures.laws.tables import read_runs
 

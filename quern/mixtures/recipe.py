@@ -6,6 +6,7 @@ nothing: the samples of each source are :meth:`Order.consumed` at the end of the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_FLOOR, Decimal
@@ -34,23 +35,15 @@ class MixtureSource:
 
 
 @dataclass(frozen=True)
-class SourceRow:
-    """What the planned budget reads of a source."""
+class SourceRow(MixtureSource):
+    """What the planned budget reads of a source, whose ``weight`` is that of the first phase."""
 
-    name: str
-    ident: str
-    path: str
-    tokens: int
-    windows: int
-    weight: float
-    """As given for the first phase."""
     share: float
     """Of all planned samples."""
     samples: int
     planned_tokens: int
     """Targets: ``samples · seq_len``."""
     epochs: float
-    max_epochs: float
     windows_left: int
     """Windows that the budget never reads."""
     tail_tokens: int
@@ -90,16 +83,9 @@ class OrderPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "order": self.order.hash,
-            "seed": self.order.seed,
-            "steps": self.steps,
-            "seq_len": self.seq_len,
-            "samples": self.samples,
-            "planned_tokens": self.planned_tokens,
-            "sources": [asdict(row) for row in self.sources],
-            "phases": [asdict(row) for row in self.phases],
-        }
+        rows = {"sources": [asdict(row) for row in self.sources], "phases": [asdict(row) for row in self.phases]}
+        order = {"order": self.order.hash, "seed": self.order.seed}
+        return {**vars(self), "planned_tokens": self.planned_tokens, **order, **rows}
 
 
 def plan_order(
@@ -121,8 +107,7 @@ def plan_order(
             often than its ``max_epochs``; the message says what would fit.
     """
     plan = _plan(sources, phases, seed=seed, seq_len=seq_len, global_batch=global_batch, steps=steps)
-    excess = [index for index, row in enumerate(plan.sources) if _exceeds(sources[index], row.samples)]
-    if excess:
+    if excess := _excess(sources, [row.samples for row in plan.sources]):
         worst = max(excess, key=lambda index: plan.sources[index].epochs / sources[index].max_epochs)
         raise InputError(_refusal(plan, sources, phases, worst, others=len(excess) - 1))
     return plan
@@ -139,15 +124,8 @@ def _plan(
                 f"({seq_len + 1:,}) for one window, or weight 0"
             )
     try:
-        order = Order(
-            recipes[0],
-            [source.windows for source in sources],
-            seed,
-            phases,
-            ids=[source.ident for source in sources],
-            seq_len=seq_len,
-            global_batch=global_batch,
-        )
+        windows, ids = [source.windows for source in sources], [source.ident for source in sources]
+        order = Order(recipes[0], windows, seed, phases, ids=ids, seq_len=seq_len, global_batch=global_batch)
     except ValueError as error:
         raise InputError(f"{error} (sources: {', '.join(source.name for source in sources)})") from None
     samples = order.first_sample(steps)
@@ -162,7 +140,7 @@ def _plan(
 
 def _source_row(source: MixtureSource, samples: int, total: int, seq_len: int) -> SourceRow:
     return SourceRow(
-        **{name: getattr(source, name) for name in MixtureSource.__dataclass_fields__},
+        **vars(source),
         share=samples / total if total else 0.0,
         samples=samples,
         planned_tokens=samples * seq_len,
@@ -192,12 +170,10 @@ def _phase_rows(order: Order, steps: int) -> tuple[PhaseRow, ...]:
     return tuple(rows)
 
 
-def _exceeds(source: MixtureSource, samples: int) -> bool:
-    return samples > source.max_epochs * source.windows
-
-
-def _any_exceeds(sources: Sequence[MixtureSource], samples: Sequence[int]) -> bool:
-    return any(_exceeds(source, count) for source, count in zip(sources, samples, strict=True))
+def _excess(sources: Sequence[MixtureSource], samples: Sequence[int]) -> list[int]:
+    """The sources that are read more often than their ``max_epochs``."""
+    most = [source.max_epochs * source.windows for source in sources]
+    return [index for index, count in enumerate(samples) if count > most[index]]
 
 
 def _refusal(
@@ -217,14 +193,9 @@ def _refusal(
 
 def _fitting_steps(plan: OrderPlan, sources: Sequence[MixtureSource]) -> int:
     """The largest number of steps within every source's ``max_epochs``; counts never fall with the steps."""
-    fits, excess = 0, plan.steps
-    while excess - fits > 1:
-        middle = (fits + excess) // 2
-        if _any_exceeds(sources, plan.order.consumed(plan.order.first_sample(middle))):
-            excess = middle
-        else:
-            fits = middle
-    return fits
+    consumed, first_sample = plan.order.consumed, plan.order.first_sample
+    excess = range(1, plan.steps)
+    return bisect_left(excess, True, key=lambda step: bool(_excess(sources, consumed(first_sample(step)))))
 
 
 def _fitting_weight(
@@ -249,4 +220,4 @@ def _fitting_weight(
     except InputError:
         return None
     # the counts may lie a sample or two above the share
-    return None if _any_exceeds(changed, [row.samples for row in trial.sources]) else f"{weight:f}"
+    return None if _excess(changed, [row.samples for row in trial.sources]) else f"{weight:f}"

@@ -1,4 +1,5 @@
-"""Finds weights of sources by their sizes: as they are, by temperature, or as even as caps on repetition allow.
+"""Finds weights of sources by their sizes: as they are, by temperature, as even as caps on repetition allow, or drawn
+around them.
 
 Weights are counted in samples of the budget, whole numbers, so that a recipe reads just so many of each source.
 """
@@ -9,14 +10,20 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
+
 from quern.errors import InputError
 from quern.mixtures.recipe import MixtureSource
+from quern.mixtures.word import rounded
 
-__all__ = ["DECAY", "even_weights", "fresh_tokens", "most_samples", "tempered", "weigh"]
+__all__ = ["DECAY", "draw", "even_weights", "fresh_tokens", "most_samples", "tempered", "weigh"]
 
 DECAY = 15.387756
 """Repetitions after which one more is worth 1/e of a fresh reading: R*_D of Muennighoff et al. (2023, 2305.16264,
 appendix A), fitted on C4 for models of up to 9 billion parameters."""
+
+_TRIES = 1000
+"""Mixtures that are drawn until one has sources that give enough."""
 
 
 def tempered(sizes: Sequence[int], alpha: float) -> list[float]:
@@ -41,28 +48,13 @@ def even_weights(weights: Sequence[float], limits: Sequence[int], total: int) ->
             f"max_epochs: {total:,} samples are planned, and the sources give {most:,} at most; expected fewer steps, "
             f"or more epochs"
         )
-    exact, rest = [Fraction(0)] * len(weights), Fraction(total)
-    while left:
-        whole = sum(Fraction(weights[place]) for place in left)
-        full = [place for place in left if rest * Fraction(weights[place]) >= limits[place] * whole]
-        if not full:
-            for place in left:
-                exact[place] = rest * Fraction(weights[place]) / whole
-            break
-        for place in full:
-            exact[place] = Fraction(limits[place])
-            rest -= limits[place]
-        left = [place for place in left if place not in full]
-    return _rounded(exact, total)
-
-
-def _rounded(exact: Sequence[Fraction], total: int) -> list[int]:
-    """By largest remainders, of equals the first; none above its limit, which is whole."""
-    found = [math.floor(value) for value in exact]
-    behind = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])
-    for place in behind[: total - sum(found)]:
-        found[place] += 1
-    return found
+    parts = {place: Fraction(weights[place]) for place in left}
+    exact, rest, whole = [Fraction(0)] * len(weights), Fraction(total), sum(parts.values())
+    for place in sorted(left, key=lambda place: limits[place] / parts[place]):  # the first that a limit cuts off first
+        exact[place] = min(Fraction(limits[place]), rest * parts[place] / whole)
+        rest -= exact[place]
+        whole -= parts[place]
+    return rounded(exact, total)  # none above its limit, which is whole
 
 
 def weigh(sources: Sequence[MixtureSource], samples: int, alpha: float) -> list[int]:
@@ -89,3 +81,37 @@ def fresh_tokens(tokens: int, epochs: float) -> float:
     if epochs <= 1:
         return tokens * epochs
     return tokens * (1 + DECAY * (1 - math.exp(-(epochs - 1) / DECAY)))
+
+
+def draw(
+    sizes: Sequence[float], limits: Sequence[int], total: int, number: int, seed: int,
+    strength: tuple[float, float], least: float,
+) -> list[int]:  # fmt: skip
+    """The samples of each source in run ``number``, ``total`` in all and none above its limit.
+
+    Run 0 has the shares of ``sizes``. The others are Dirichlet (strength · shares), with a strength drawn evenly in its
+    logarithm (RegMix, 2407.01492, section 3.1, draws from several): the larger, the closer to the shares. Shares below
+    ``least`` become 0 and the rest larger in proportion, so that mixtures are sparse. What limits cut off goes to the
+    others; a mixture whose sources cannot give so much is drawn again.
+
+    Each run's numbers are made of (seed, number) alone: more runs change none of those before.
+
+    Raises:
+        InputError: no mixture that is drawn has sources that give ``total``.
+    """
+    whole = sum(sizes)
+    shares = np.array([size / whole for size in sizes])
+    if number == 0:
+        return even_weights(shares.tolist(), limits, total)
+    random = np.random.default_rng([seed, number])
+    low, high = (math.log(end) for end in strength)
+    for _ in range(_TRIES):
+        drawn = np.zeros(len(sizes))
+        drawn[shares > 0] = random.dirichlet(math.exp(random.uniform(low, high)) * shares[shares > 0])
+        drawn[drawn < min(least, drawn.max())] = 0.0
+        if sum(limit for limit, share in zip(limits, drawn, strict=True) if share > 0) >= total:
+            return even_weights(drawn.tolist(), limits, total)
+    raise InputError(
+        f"draw: {_TRIES} mixtures were drawn whose sources do not give {total:,} samples within max_epochs; expected "
+        "fewer steps, a greater strength or a smaller min_share"
+    )

@@ -14,13 +14,13 @@ import heapq
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from math import gcd, lcm
+from math import floor, gcd, lcm
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_PERIOD", "Weight", "Word", "quantise"]
+__all__ = ["MAX_PERIOD", "Weight", "Word", "quantise", "rounded"]
 
 U64 = NDArray[np.uint64]
 Weight = int | float | str | Fraction | Decimal
@@ -45,11 +45,7 @@ def quantise(weights: Sequence[Weight]) -> tuple[int, ...]:
     counts = _reduced([int(fraction * scale) for fraction in exact])
     total = sum(counts)
     if total > MAX_PERIOD:
-        shares = [divmod(count * MAX_PERIOD, total) for count in counts]
-        counts = [share for share, _ in shares]
-        largest = sorted(range(len(shares)), key=lambda index: (-shares[index][1], index))
-        for index in largest[: MAX_PERIOD - sum(counts)]:
-            counts[index] += 1
+        counts = rounded([Fraction(count * MAX_PERIOD, total) for count in counts], MAX_PERIOD)
         for index, count in enumerate(counts):
             if exact[index] and not count:
                 raise ValueError(
@@ -58,6 +54,15 @@ def quantise(weights: Sequence[Weight]) -> tuple[int, ...]:
                 )
         counts = _reduced(counts)
     return tuple(counts)
+
+
+def rounded(exact: Sequence[Fraction], total: int) -> list[int]:
+    """Numbers that add up to ``total`` as whole ones that do, by largest remainder; of equals the first."""
+    found = [floor(value) for value in exact]
+    behind = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])
+    for place in behind[: total - sum(found)]:
+        found[place] += 1
+    return found
 
 
 def _fraction(weight: Weight, index: int) -> Fraction:

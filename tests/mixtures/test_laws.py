@@ -13,8 +13,7 @@ from scipy.optimize import approx_fprime, curve_fit, differential_evolution
 from scipy.stats import norm, rankdata, t
 
 from quern.errors import InputError
-from quern.mixtures.laws.fit import fit
-from quern.mixtures.laws.forms import FORMS, Floats, by_parameters, losses
+from quern.mixtures.laws.fit import FORMS, Floats, by_parameters, fit, losses
 from support.laws import loss, plant, standard_error
 
 NAMES = ["web", "books", "code", "wiki"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quern.mixtures.laws.fit import Fit
-from quern.mixtures.laws.forms import Floats
+from quern.mixtures.laws.fit import Fit, Floats
 
 
 def loss(form: str, parameters: Floats, mixtures: Floats) -> Floats:

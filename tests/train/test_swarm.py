@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
 import random
@@ -22,7 +21,7 @@ import yaml
 
 from quern.config import load_config
 from quern.errors import InputError, QuernError
-from quern.mixtures.laws.draw import draw
+from quern.mixtures.weighting import draw
 from quern.train.config import TrainConfig
 from quern.train.swarm import run
 from quern.train.swarm.config import SwarmConfig
@@ -238,10 +237,14 @@ def test_another_swarm_in_the_same_folder_is_refused(tmp_path: Path, trainer: Pa
     said(spec)
     with pytest.raises(InputError, match=r"configs/0000.yaml: this run was begun with another config"):
         said(spec, "seed=1")
-    with open(tmp_path / "swarm" / ".lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="another process trains this swarm"):
+    hold = "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "swarm" / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "\n"
+        with pytest.raises(QuernError, match=r"swarm/\.lock: another trainer writes here"):
             said(spec)
+        other.communicate("\n")
     assert said(spec, "runs=9") == ["run 0008: 9 of 9 measured"]
 
 

@@ -18,7 +18,7 @@ from quern.cli.output import JSON, json_stdout, out_console, plain, reports_erro
 from quern.config import dump_yaml
 from quern.mixtures.recipe import OrderPlan
 from quern.mixtures.weighting import fresh_tokens, weigh
-from quern.train.batches.mixture import budget, open_corpus, plan_mixture, sources_of, with_sources
+from quern.train.batches.mixture import budget, data_section, open_corpus, plan_mixture, sources_of, with_sources
 from quern.train.init_from import load_train_config
 from quern.train.swarm.config import SwarmConfig
 from quern.words import counted, short
@@ -73,21 +73,17 @@ def weights(
     found = weigh(sources_of(resolved, corpus), budget(resolved, corpus, config), alpha)
     weighed = with_sources(resolved, "weight", found)
     plan = plan_mixture(weighed, corpus)
-    section = [
-        {"path": own.path} | ({"where": own.where} if own.where else {})
-        | {"weight": int(own.weight), "max_epochs": own.max_epochs}
-        for own in weighed.data
-    ]  # fmt: skip
+    section = data_section(weighed)
     worth = [fresh_tokens(row.tokens, row.epochs) for row in plan.sources]
     with json_stdout(json) as emit:
-        emit(plan.to_dict() | {"data": section, "worth_tokens": worth})
+        emit(plan.to_dict() | section | {"worth_tokens": worth})
         if not json:
             console = out_console()
             _print(plan, console)
             told = f"worth {short(round(sum(worth)))} tokens that are read once"
             console.print(Text(f"{told} (Muennighoff et al. 2023: a repetition is worth less and less)"))
             console.print()
-            console.print(dump_yaml({"data": section}), markup=False, highlight=False, soft_wrap=True, end="")
+            console.print(dump_yaml(section), markup=False, highlight=False, soft_wrap=True, end="")
 
 
 app.command()(documents.select)

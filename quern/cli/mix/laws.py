@@ -42,10 +42,11 @@ def ablate(
     from quern.train.swarm.run import run_swarm
 
     config = load_config(spec, SwarmConfig, overrides or ())
+    console = Console(quiet=True) if json else out_console()
     with json_stdout(json) as emit:
         swarm = plan_swarm(config)
         names = [source.name for source in swarm.sources]
-        if unmeasured := [name for name in names if name not in swarm.measured]:
+        if unmeasured := [name for name in names if name not in swarm.weights]:
             told = f"warning: no loss is measured of {', '.join(unmeasured)}: no window of theirs is held out"
             err_console().print(Text(plain(told), style="yellow"))
         if dry_run:
@@ -53,11 +54,10 @@ def ablate(
             table = number_table("run", *names)
             for own in swarm.members:
                 table.add_row(own.name, *(f"{share:.2%}" for share in own.shares))
-            if not json:
-                out_console().print(table)
+            console.print(table)
             return
         run_swarm(swarm, lambda line: err_console().print(plain(line), markup=False))
-        emit(propose_mixture(swarm, Console(quiet=True) if json else out_console()))
+        emit(propose_mixture(swarm, console))
 
 
 def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
 
     config, path = swarm.config, storage.join(swarm.config.run_dir, "runs.csv")
     runs = read_runs([path], "run")
-    wish = Wish(_weights(config.weights or {}, runs), swarm.caps, swarm.prior, config.kl)
+    wish = Wish(swarm.weights, swarm.caps, swarm.prior, config.kl)
     told, proposal, fits = _propose(config.form, runs, wish, path)
     section = swarm.section(proposal.shares)
     storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
@@ -100,17 +100,16 @@ def fit(
     """Fit a law to the runs of TABLES, others' too, and print the shares of the mixture that it proposes."""
     import numpy as np
 
-    from quern.mixtures.laws.propose import Wish
+    from quern.mixtures.laws.propose import Wish, family_weights
     from quern.mixtures.laws.tables import read_runs
 
     if len(tables) > 2:
         raise InputError(f"tables: expected one, or one of shares and one of losses, got {len(tables)}")
     if budget is not None and tokens is None:
         raise InputError("--budget: expected together with --tokens")
-    sizes = _mapping(tokens) if tokens is not None else {}
+    sizes, tasks = _mapping(tokens) or {}, _mapping(families)
     if wrong := [name for name, size in sizes.items() if not (isinstance(size, int | float) and 0 < size < 1e300)]:
         raise InputError(f"--tokens: {wrong[0]}: expected a number above 0, got {sizes[wrong[0]]!r}")
-    tasks = _mapping(families) if families is not None else None
     for name, columns in (tasks or {}).items():
         if not isinstance(columns, list) or not columns:
             raise InputError(f"--families: {name}: expected a list of columns, got {columns!r}")
@@ -122,7 +121,7 @@ def fit(
         weights = {name: float(value) for name, _, value in (text.rpartition("=") for text in weight or ())}
     except ValueError as error:
         raise InputError(f"--weight: expected FAMILY=NUMBER ({error})") from None
-    wish = Wish(_weights(weights, runs), caps, prior, kl)
+    wish = Wish(family_weights(weights, runs.losses), caps, prior, kl)
     with json_stdout(json) as emit:
         told, proposal, fits = _propose(form, runs, wish, tables[-1])
         emit(told)
@@ -131,8 +130,10 @@ def fit(
             _print(out_console(), runs, proposal, fits, wish, {"shares": shares})
 
 
-def _mapping(given: str) -> dict[str, Any]:
+def _mapping(given: str | None) -> dict[str, Any] | None:
     """What stands in a YAML file, or below a dotted key of it."""
+    if given is None:
+        return None
     file, _, key = given.rpartition(":") if ":" in given else (given, "", "")
     found: Any = read_yaml(file)
     for part in key.split(".") if key else ():
@@ -140,16 +141,6 @@ def _mapping(given: str) -> dict[str, Any]:
     if not isinstance(found, dict) or not found:
         raise InputError(f"{given}: expected a mapping there, got {type(found).__name__}")
     return found
-
-
-def _weights(given: Mapping[str, float], runs: Runs) -> dict[str, float]:
-    """A weight for each family, which add up to 1."""
-    if wrong := [name for name in given if name not in runs.losses]:
-        raise InputError(f"weights: {wrong[0]!r}: expected one of {', '.join(runs.losses)}")
-    weights = {name: given.get(name, 0.0) if given else 1.0 for name in runs.losses}
-    if min(weights.values()) < 0 or not 0 < (total := sum(weights.values())) < float("inf"):
-        raise InputError("weights: expected numbers ≥ 0, of which one is above 0")
-    return {name: own / total for name, own in weights.items()}
 
 
 def _propose(form: str, runs: Runs, wish: Wish, what: str) -> tuple[dict[str, Any], Proposal, dict[str, Fit]]:
@@ -166,13 +157,9 @@ def _print(
 ) -> None:
     laws = number_table("loss", "weight", "left-out error", "explained", "rank", "predicted, 95 %")
     for name, own in fits.items():
-        figures = (
-            f"{wish.weights[name]:.3g}",
-            f"{own.error:.4f}",
-            f"{own.explained:.1%}",
-            f"{own.rank_correlation:.3f}",
-        )
-        laws.add_row(Text(plain(name)), *figures, _interval(proposal.families[name]))
+        figures = f"{own.error:.4f}", f"{own.explained:.1%}", f"{own.rank_correlation:.3f}"
+        weight = f"{wish.weights[name]:.3g}"
+        laws.add_row(Text(plain(name)), weight, *figures, _interval(proposal.families[name]))
     laws.add_row("all", "1", "", "", "", _interval(proposal.loss), style="bold")
     if proposal.gain is not None:
         laws.add_row("below token shares", "", "", "", "", _interval(proposal.gain))

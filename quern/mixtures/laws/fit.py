@@ -1,24 +1,53 @@
-"""Fits a form to runs by least squares, and says how far it can be trusted: standard errors, leave-one-out errors."""
+"""Fits a form to runs by least squares, and says how far it can be trusted: standard errors, leave-one-out errors.
+
+A form is held-out loss as a function of the mixture p, the shares of m sources, which are ≥ 0 and add up to 1.
+
+``log-linear``: L(p) = c + exp(p · t), c ≥ 0 (Chen et al. 2026, Olmix, 2602.12237). The exponential law of Ye et al.
+(2024, Data mixing laws, 2403.16952), L(p) = c + k exp(p · t) with k > 0, is the same function: as shares add up to 1,
+k exp(p · t) = exp(p · (t + ln k)). So there is one form, and k has no value of its own.
+
+``linear``: L(p) = p · t, the linear regression of RegMix (Liu et al. 2024, 2407.01492). An intercept would be the same
+function again. Parameters stand in one vector: (c, t) or t.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from quern.errors import InputError
-from quern.mixtures.laws.forms import FORMS, Floats, by_parameters, losses
 from quern.words import counted
 
-__all__ = ["Fit", "check_runs", "distinct", "fit"]
+__all__ = ["FORMS", "Fit", "Floats", "by_parameters", "check_runs", "distinct", "fit", "losses"]
+
+Floats = NDArray[np.float64]
+
+FORMS: Mapping[str, str] = {"log-linear": "c + exp(p · t)", "linear": "p · t"}
 
 _STARTS = (0.0, 0.5, 0.8, 0.95)
 """What a fit begins with for c, in least losses; for each of them t follows from a linear regression of ln(L - c)."""
 _MOST_SLOPE = 50.0
 """Bound of |t|: exp(50) is no loss."""
+
+
+def losses(form: str, parameters: ArrayLike, mixtures: ArrayLike) -> Floats:
+    """L of mixtures [..., sources], by parameter vectors [..., parameters]; leading axes are broadcast."""
+    theta, shares = np.asarray(parameters, float), np.asarray(mixtures, float)
+    if form == "linear":
+        return np.asarray((shares * theta).sum(-1))
+    return np.asarray(theta[..., 0] + np.exp((shares * theta[..., 1:]).sum(-1)))
+
+
+def by_parameters(form: str, parameters: Floats, mixtures: Floats) -> Floats:
+    """dL/d(parameters) for mixtures [n, sources]: [n, parameters]."""
+    if form == "linear":
+        return mixtures
+    powers = np.exp(mixtures @ parameters[1:])
+    return np.column_stack([np.ones(len(mixtures)), powers[:, None] * mixtures])
 
 
 @dataclass(frozen=True, eq=False)

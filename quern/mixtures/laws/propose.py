@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from quern.errors import InputError
-from quern.mixtures.laws.fit import Fit, distinct
-from quern.mixtures.laws.forms import FORMS, Floats, losses
+from quern.mixtures.laws.fit import FORMS, Fit, Floats, distinct, losses
 from quern.mixtures.laws.simplex import hull_distance, minimise
 
-__all__ = ["Proposal", "Wish", "propose", "to_dict"]
+__all__ = ["Proposal", "Wish", "family_weights", "propose", "to_dict"]
 
 _NEAR = 1e-6
 """Shares that differ by less are one."""
@@ -31,6 +30,20 @@ class Wish:
     """[sources] Shares that ``kl`` draws to, and that the proposal is compared with."""
     kl: float = 0.0
     """In nats of loss a nat of divergence."""
+
+
+def family_weights(given: Mapping[str, float], families: Iterable[str]) -> dict[str, float]:
+    """A weight for each family, which add up to 1: as ``given``, or all the same where none is.
+
+    Raises:
+        InputError: one is of no family, or they are not numbers ≥ 0, of which one is above 0.
+    """
+    weights = {name: given.get(name, 0.0) if given else 1.0 for name in families}
+    if wrong := [name for name in given if name not in weights]:
+        raise InputError(f"weights: {wrong[0]!r}: expected one of {', '.join(weights)}")
+    if min(weights.values()) < 0 or not 0 < (total := sum(weights.values())) < float("inf"):
+        raise InputError("weights: expected numbers ≥ 0, of which one is above 0")
+    return {name: own / total for name, own in weights.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,21 +118,19 @@ def _unique(fits: Mapping[str, Fit], wish: Wish, shares: Floats) -> bool:
 
 
 def _best(fits: Mapping[str, Fit], wish: Wish) -> Floats:
-    prior = np.ones(len(wish.caps)) if wish.prior is None else wish.prior
-    open_ = (wish.caps > 0) & (prior > 0) if wish.kl else wish.caps > 0
+    prior = wish.prior if wish.prior is not None and wish.kl else np.ones(len(wish.caps))
+    open_ = (wish.caps > 0) & (prior > 0)
     caps = np.minimum(wish.caps, 1.0)[open_]
     if caps.sum() < 1 - 1e-12:
         told = f"max_epochs: the caps on repetition leave {caps.sum():.1%} of the budget"
         raise InputError(f"{told}; expected more tokens, more epochs or a smaller budget")
     weights, slopes = _laws(fits, wish)
-    slopes, prior = slopes[:, open_], prior[open_]
+    slopes, prior, curved = slopes[:, open_], prior[open_], _curved(fits)
 
     def by_shares(at: Floats) -> tuple[Floats, Floats]:
-        powers = weights * np.exp(slopes @ at) if _curved(fits) else weights
-        hessian = (slopes.T * powers) @ slopes if _curved(fits) else np.zeros((len(at),) * 2)
-        if not wish.kl:
-            return powers @ slopes, hessian
-        return powers @ slopes + wish.kl * (np.log(at / prior) + 1), hessian + np.diag(wish.kl / at)
+        powers = weights * np.exp(slopes @ at) if curved else weights
+        hessian = (slopes.T * powers) @ slopes * curved + np.diag(wish.kl / at)
+        return powers @ slopes + wish.kl * (np.log(at / prior) + 1), hessian
 
     shares = np.zeros(len(wish.caps))
     alone = caps.sum() <= 1 + 1e-12  # there is but one mixture

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quern.errors import QuernError
-from quern.mixtures.laws.forms import Floats
+from quern.mixtures.laws.fit import Floats
 
 __all__ = ["hull_distance", "minimise"]
 

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
@@ -26,6 +27,7 @@ __all__ = [
     "Mixture",
     "budget",
     "carry_on",
+    "data_section",
     "open_corpus",
     "open_streams",
     "order_names",
@@ -91,15 +93,7 @@ def order_names(config: TrainConfig, mixture: Mixture) -> list[str]:
 def sources_of(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> list[MixtureSource]:
     """The sources of a config as a recipe needs them."""
     return [
-        MixtureSource(
-            name=name,
-            ident=ident,
-            path=given.path,
-            tokens=tokens,
-            windows=windows,
-            weight=given.weight,
-            max_epochs=given.max_epochs,
-        )
+        MixtureSource(name, ident, given.path, tokens, windows, given.weight, given.max_epochs)
         for given, name, ident, tokens, windows in zip(
             config.data, source_names(config), corpus.ids, corpus.tokens, corpus.windows, strict=True
         )
@@ -123,6 +117,11 @@ def with_sources(config: TrainConfig, key: str, values: Sequence[float]) -> Trai
     """A config whose sources have other values of a key."""
     data = [own.model_copy(update={key: value}) for own, value in zip(config.data, values, strict=True)]
     return config.model_copy(update={"data": tuple(data)})
+
+
+def data_section(config: TrainConfig) -> dict[str, Any]:
+    """The part of a YAML file that gives a config its sources."""
+    return {"data": [own.model_dump(mode="json", exclude_none=True) for own in config.data]}
 
 
 def budget(config: TrainConfig, corpus: Corpus, what: str) -> int:
@@ -151,36 +150,37 @@ def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: in
     if data_step == 0:  # nothing has been read: there is no past to keep
         return Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
     place = _places(config, corpus, previous)
-    ids, windows = list(previous.ids), list(previous.windows)
-    for own, ident in enumerate(corpus.ids):
-        if ident not in ids:
-            ids.append(ident)
-            windows.append(corpus.windows[own])
-    places = [ids.index(ident) for ident in corpus.ids]
     _check_past(config, previous, place, data_step)
+    windows = dict(zip(previous.ids, previous.windows, strict=True))
+    for ident, count in zip(corpus.ids, corpus.windows, strict=True):
+        windows.setdefault(ident, count)
+
+    def spread(names: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
+        """A weight for each source of the new order."""
+        given = dict(zip(names, weights, strict=True))
+        return tuple(given.get(ident, 0) for ident in windows)
 
     past = [row for row in previous.phases if row.first_step < data_step]
-    phases = [Phase(row.first_step, _widen(row.weights, len(ids)), row.global_batch, row.block) for row in past[1:]]
+    phases = [Phase(row.first_step, spread(previous.ids, row.weights), row.global_batch, row.block) for row in past[1:]]
     recipe, batch = _recipe_at(config, data_step)
-    changed = not _same(_spread(recipe, places, len(ids)), _widen(past[-1].weights, len(ids)))
+    changed = not _same(spread(corpus.ids, recipe), spread(previous.ids, past[-1].weights))
     # a phase that changes nothing opens all the same: it has blocks of its own
     opens = any(phase.start == data_step for phase in config.phases)
     if opens or changed or past[-1].global_batch != batch:
-        phases.append(Phase(data_step, _spread(recipe, places, len(ids)), batch))
+        phases.append(Phase(data_step, spread(corpus.ids, recipe), batch))
     for phase in config.phases:
         if phase.start > data_step:
-            recipe = list(phase.weights) if phase.weights is not None else recipe
-            batch = phase.global_batch or batch
-            phases.append(Phase(phase.start, _spread(recipe, places, len(ids)), batch))
+            recipe, batch = _recipe_at(config, phase.start)
+            phases.append(Phase(phase.start, spread(corpus.ids, recipe), batch))
     try:
         order = Order(
-            _widen(past[0].weights, len(ids)), windows, previous.seed, phases, ids=ids, seq_len=previous.seq_len,
-            global_batch=past[0].global_batch, block=past[0].block,
+            spread(previous.ids, past[0].weights), list(windows.values()), previous.seed, phases, ids=list(windows),
+            seq_len=previous.seq_len, global_batch=past[0].global_batch, block=past[0].block,
         )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error)) from None
-    own_of = {ids.index(ident): own for own, ident in enumerate(corpus.ids)}
-    return Mixture(order, tuple(own_of.get(source) for source in range(len(ids))))
+    places = {ident: own for own, ident in enumerate(corpus.ids)}
+    return Mixture(order, tuple(places.get(ident) for ident in windows))
 
 
 def _family(ident: str) -> str:
@@ -237,17 +237,6 @@ def _recipe_at(config: TrainConfig, data_step: int) -> tuple[list[float], int]:
             recipe = list(phase.weights) if phase.weights is not None else recipe
             batch = phase.global_batch or batch
     return recipe, batch
-
-
-def _spread(recipe: Sequence[float], places: Sequence[int], size: int) -> tuple[float, ...]:
-    weights = [0.0] * size
-    for weight, index in zip(recipe, places, strict=True):
-        weights[index] = weight
-    return tuple(weights)
-
-
-def _widen(weights: Sequence[int], size: int) -> tuple[int, ...]:
-    return (*weights, *[0] * (size - len(weights)))
 
 
 def _same(weights: Sequence[float], others: Sequence[float]) -> bool:

@@ -17,7 +17,7 @@ from quern.train.config.experts import ExpertsConfig, OwnUpdateConfig
 from quern.train.config.float8 import Float8Config
 from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
-from quern.train.config.mixture import DataConfig, DoReMiConfig, PhaseConfig, check_phases, check_sources, placed
+from quern.train.config.mixture import DataConfig, DoReMiConfig, PhaseConfig, check_sources, placed
 from quern.train.config.numbers import Count, NonNegative
 from quern.train.config.parallel import ParallelConfig
 from quern.train.config.supervision import ReplicasConfig
@@ -272,8 +272,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_sources(self.data)
-        object.__setattr__(self, "phases", tuple(placed(self.phases, self.global_batch, self.seq_len)))
-        check_phases(self.phases, len(self.data))
+        object.__setattr__(self, "phases", tuple(placed(self.phases, self.global_batch, self.seq_len, len(self.data))))
         if self.doremi.reference is None and self.doremi != DoReMiConfig():
             raise ValueError("doremi: expected a reference with these settings")
         if self.doremi.reference is not None and (len(self.data) < 2 or not all(own.weight > 0 for own in self.data)):

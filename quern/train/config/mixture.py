@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from quern.config import Section
 from quern.train.config.numbers import Count, Weight
 
-__all__ = ["DataConfig", "DoReMiConfig", "PhaseConfig", "check_phases", "check_sources", "placed"]
+__all__ = ["DataConfig", "DoReMiConfig", "PhaseConfig", "check_sources", "placed"]
 
 
 class DataConfig(Section):
@@ -75,8 +75,10 @@ class DoReMiConfig(Section):
     """[share] The part of each step's weights that is the same for all sources."""
 
 
-def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int) -> Iterator[PhaseConfig]:
-    """The phases, with the first step of each. ``global_batch``: of the steps before the first."""
+def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int, num_sources: int) -> Iterator[PhaseConfig]:
+    """The phases, with the first step of each. ``global_batch``: of the steps before the first.
+
+    Raises ValueError where phases do not ascend, or have not a weight for each source."""
     step, tokens, batch = 0, 0, global_batch  # tokens read before the step, of so many sequences from it on
     for number, phase in enumerate(phases):
         first = phase.first_step
@@ -89,6 +91,11 @@ def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int) -> It
             first = found
         if first is None:
             raise ValueError(f"phases.{number}: expected first_step or first_tokens, got neither")
+        if first <= step:
+            raise ValueError(f"phases.{number}.first_step: expected more than {step}, got {first}")
+        if phase.weights is not None and len(phase.weights) != num_sources:
+            got, wanted = len(phase.weights), num_sources
+            raise ValueError(f"phases.{number}.weights: expected {wanted} weights, one a source, got {got}")
         tokens, step = tokens + (first - step) * batch * seq_len, first
         batch = phase.global_batch or batch
         yield phase.model_copy(update={"first_step": first})
@@ -96,22 +103,9 @@ def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int) -> It
 
 def check_sources(data: Sequence[DataConfig]) -> None:
     """Raises ValueError where a path is given twice and no conditions tell them apart, or no source has weight."""
-    wholes = [(source.path.rstrip("/"), source.where) for source in data]
-    paths = [path for path, _ in wholes]
-    for path in {path for path, where in wholes if where is None or wholes.count((path, where)) > 1}:
-        if paths.count(path) > 1:
+    for path in {source.path.rstrip("/") for source in data}:
+        wheres = [source.where for source in data if source.path.rstrip("/") == path]
+        if len(wheres) > 1 and (None in wheres or len(set(wheres)) < len(wheres)):
             raise ValueError(f"data: {path!r} is given twice; expected one entry a source, or in each another where")
     if not any(source.weight > 0 for source in data):
         raise ValueError("data: expected a weight above 0")
-
-
-def check_phases(phases: Sequence[PhaseConfig], num_sources: int) -> None:
-    """Raises ValueError where phases do not ascend, or have not a weight for each source."""
-    last = 0
-    for number, phase in enumerate(phases):
-        if phase.start <= last:
-            raise ValueError(f"phases.{number}.first_step: expected more than {last}, got {phase.start}")
-        if phase.weights is not None and len(phase.weights) != num_sources:
-            got, wanted = len(phase.weights), num_sources
-            raise ValueError(f"phases.{number}.weights: expected {wanted} weights, one a source, got {got}")
-        last = phase.start

@@ -17,8 +17,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GPU", "GRACE_S", "LOOPBACK", "PIPE", "Worker", "abort", "end_with_launcher", "ending_signals", "environments",
-    "free_port", "handed_on", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started", "wait",
+    "GPU", "GRACE_S", "LOOPBACK", "PIPE", "Worker", "end", "end_with_launcher", "ending_signals", "environments",
+    "free_port", "handed_on", "kill", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started",
+    "wait",
 ]  # fmt: skip
 
 GRACE_S = 10.0
@@ -137,11 +138,7 @@ def started(
                 workers.append(waiting(number, environment) or subprocess.Popen([*command], **how))
             yield workers
     finally:
-        for worker in workers:
-            if worker.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
-            worker.wait()
+        kill(workers)
         os.close(pipe)
         os.close(ours)
 
@@ -207,12 +204,21 @@ def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -
     return failed or min((worker.returncode for worker in workers if worker.returncode), default=0)
 
 
-def abort(workers: Sequence[Worker], within_s: float = 2.0) -> None:
-    """End with SIGABRT those that still run: they write their stacks, where they can."""
-    send(workers, signal.SIGABRT)
-    end = time.monotonic() + within_s
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
+def end(workers: Sequence[Worker], number: int, within_s: float) -> None:
+    """Send a signal to all that still run, and wait until they have ended, so long at most."""
+    send(workers, number)
+    until = time.monotonic() + within_s
+    while any(worker.poll() is None for worker in workers) and time.monotonic() < until:
         time.sleep(0.05)
+
+
+def kill(workers: Sequence[Worker]) -> None:
+    """Kill those that still run, with what they have started: compilers, for example."""
+    for worker in workers:
+        if worker.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
 
 
 def send(workers: Sequence[Worker], number: int) -> None:

@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +137,7 @@ class Supervisor:
                 code = launch.wait(workers, look) or 0
                 codes = [worker.poll() for worker in workers]
                 code = next((own for own in (HUNG, FAILING) if own in codes), code)  # the others fail of its end
-                launch.abort(workers)
+                launch.end(workers, signal.SIGABRT, 2.0)  # they write their stacks, where they can
                 failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
             steps = beats.read(file.fileno())
         named = named_ranks(self._run_dir, began)

@@ -12,7 +12,7 @@ from quern.config import dump_yaml
 from quern.errors import STOPPED, InputError, QuernError
 from quern.mixtures.weighting import even_weights, most_samples
 from quern.safe_path import module
-from quern.train.batches.mixture import budget, open_corpus, source_names, sources_of
+from quern.train.batches.mixture import budget, data_section, open_corpus, source_names, sources_of, with_sources
 from quern.train.config import DoReMiConfig, TrainConfig
 from quern.train.history.metrics_file import MetricsTable, read_metrics
 from quern.train.processes import launch
@@ -98,9 +98,8 @@ def propose(base: TrainConfig, proxy: TrainConfig) -> dict[str, Any]:
     weights = even_weights([row["weight"] for row in rows.values()], most_samples(sources), samples)
     for row, weight in zip(rows.values(), weights, strict=True):
         row["proposed"] = weight / samples
-    pairs = zip(base.data, weights, strict=True)
-    data = [{**own.model_dump(mode="json", exclude_none=True), "weight": weight} for own, weight in pairs]
-    return {"steps": proxy.steps, "samples": samples, "sources": rows, "data": data}
+    data = data_section(with_sources(base, "weight", weights))
+    return {"steps": proxy.steps, "samples": samples, "sources": rows, **data}
 
 
 def _value(told: MetricsTable, column: str, row: int) -> float:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from quern import storage
 from quern.config import digest, dump_yaml
 from quern.errors import InputError
-from quern.mixtures.laws.draw import draw
-from quern.mixtures.laws.fit import check_runs
-from quern.mixtures.laws.forms import Floats
+from quern.mixtures.laws.fit import Floats, check_runs
+from quern.mixtures.laws.propose import family_weights
 from quern.mixtures.recipe import MixtureSource
-from quern.mixtures.weighting import even_weights, most_samples
+from quern.mixtures.weighting import draw, even_weights, most_samples
 from quern.train.batches.assignment import check_divides
 from quern.train.batches.held_out import held_out_names, open_held_out
-from quern.train.batches.mixture import budget, open_corpus, sources_of, with_sources
+from quern.train.batches.mixture import budget, data_section, open_corpus, sources_of, with_sources
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
 from quern.train.step.schedule import check_schedule
@@ -48,8 +49,8 @@ class Swarm:
     samples: int
     """Of the large run."""
     members: tuple[Member, ...]
-    measured: tuple[str, ...]
-    """Sources and sets whose losses are measured."""
+    weights: Mapping[str, float]
+    """By source or set whose losses are measured, how much they count; 1 in all."""
     data: str
     """Digest of the tokens that the runs read and are measured with."""
 
@@ -64,11 +65,13 @@ class Swarm:
         """[sources] The greatest share of each in the large run, by ``max_epochs``."""
         return np.minimum(np.array(most_samples(self.sources)) / self.samples, 1.0)
 
-    def section(self, shares: Floats) -> dict[str, list[dict[str, object]]]:
+    def config_path(self, member: Member) -> str:
+        return storage.join(self.config.run_dir, "configs", f"{member.name}.yaml")
+
+    def section(self, shares: Floats) -> dict[str, Any]:
         """The ``data`` of the large run, with whole samples as weights, and none above its ``max_epochs``."""
         weights = even_weights(shares.tolist(), most_samples(self.sources), self.samples)
-        pairs = zip(self.base.data, weights, strict=True)
-        return {"data": [{**own.model_dump(mode="json", exclude_none=True), "weight": weight} for own, weight in pairs]}
+        return data_section(with_sources(self.base, "weight", weights))
 
 
 def plan_swarm(config: SwarmConfig) -> Swarm:
@@ -94,8 +97,7 @@ def plan_swarm(config: SwarmConfig) -> Swarm:
     measured = [name for name, _ in held_out_names(small, held_out)]
     if not measured:
         raise InputError(f"{config.base}: no source has held-out documents, nor are there validation.sets")
-    if wrong := [name for name in config.weights or () if name not in measured]:
-        raise InputError(f"weights: {wrong[0]!r}: expected one of {', '.join(measured)}")
+    weights = family_weights(config.weights or {}, measured)
     corpora = [open_corpus(own, keep=False) for own in (base, small)]
     large, own = (sources_of(one, corpus) for one, corpus in zip((base, small), corpora, strict=True))
     samples, total = (budget(one, corpus, config.base) for one, corpus in zip((base, small), corpora, strict=True))
@@ -115,22 +117,19 @@ def plan_swarm(config: SwarmConfig) -> Swarm:
     tried = np.array([member.shares for member in members])
     check_runs(config.form, tried, [source.name for source in own], "runs")
     data = [corpora[1].fingerprint, *(corpus.fingerprint for corpus in held_out)]
-    return Swarm(config, base, tuple(large), samples, tuple(members), tuple(measured), digest(data))
+    return Swarm(config, base, tuple(large), samples, tuple(members), weights, digest(data))
 
 
-def write_configs(swarm: Swarm) -> list[str]:
-    """Write the config of every run, below a line with the digest of its data; return their paths.
+def write_configs(swarm: Swarm) -> None:
+    """Write the config of every run, below a line with the digest of its data.
 
     Raises:
         InputError: a run has begun, and its config is there and says something else.
     """
-    paths = []
     for member in swarm.members:
-        path = storage.join(swarm.config.run_dir, "configs", f"{member.name}.yaml")
+        path = swarm.config_path(member)
         text = f"# data {swarm.data}\n{dump_yaml(member.config)}".encode()
         if os.path.exists(member.config.run_dir) and os.path.exists(path) and storage.read_bytes(path) != text:
             told = "this run was begun with another config or other data; expected the same, or another run_dir"
             raise InputError(f"{path}: {told}")
         storage.publish_bytes(path, text)
-        paths.append(path)
-    return paths
