@@ -64,6 +64,7 @@ def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
     """Fit the laws of a swarm that is trained; write, print and return what they propose."""
     from quern.mixtures.laws.propose import Wish
     from quern.mixtures.laws.tables import read_runs
+    from quern.train.swarm.page import write_page
 
     config, path = swarm.config, storage.join(swarm.config.run_dir, "runs.csv")
     runs = read_runs([path], "run")
@@ -72,7 +73,9 @@ def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
     section = swarm.section(proposal.shares)
     storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
     storage.publish_bytes(storage.join(config.run_dir, "proposal.yaml"), dump_yaml(section).encode())
+    page = write_page(config.run_dir, config.run_dir, runs, proposal, fits, wish)
     _print(console, runs, proposal, fits, wish, section)
+    err_console().print(plain(page), markup=False)
     return told | section
 
 
@@ -155,14 +158,16 @@ def _propose(form: str, runs: Runs, wish: Wish, what: str) -> tuple[dict[str, An
 def _print(
     console: Console, runs: Runs, proposal: Proposal, fits: Mapping[str, Fit], wish: Wish, section: Mapping[str, Any]
 ) -> None:
+    from quern.train.swarm.page import interval
+
     laws = number_table("loss", "weight", "left-out error", "explained", "rank", "predicted, 95 %")
     for name, own in fits.items():
         figures = f"{own.error:.4f}", f"{own.explained:.1%}", f"{own.rank_correlation:.3f}"
         weight = f"{wish.weights[name]:.3g}"
-        laws.add_row(Text(plain(name)), weight, *figures, _interval(proposal.families[name]))
-    laws.add_row("all", "1", "", "", "", _interval(proposal.loss), style="bold")
+        laws.add_row(Text(plain(name)), weight, *figures, interval(proposal.families[name]))
+    laws.add_row("all", "1", "", "", "", interval(proposal.loss), style="bold")
     if proposal.gain is not None:
-        laws.add_row("below token shares", "", "", "", "", _interval(proposal.gain))
+        laws.add_row("below token shares", "", "", "", "", interval(proposal.gain))
     console.print(laws)
     console.print()
     shares = number_table("source", "tried", "at most", "proposed", *(["tokens"] if wish.prior is not None else []))
@@ -175,10 +180,6 @@ def _print(
     for line in proposal.warnings:
         console.print(Text(f"warning: {plain(line)}", style="yellow"))
     console.print(dump_yaml(section), markup=False, highlight=False, soft_wrap=True, end="")
-
-
-def _interval(value: tuple[float, float]) -> str:
-    return f"{value[0]:.4f} ± {value[1]:.4f}"
 
 
 def number_table(first: str, *numbers: str, no_wrap: bool = False) -> Table:
