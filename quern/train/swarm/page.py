@@ -21,7 +21,8 @@ REPORT_FILE = "report.html"
 #: Losses and sources that are drawn, points of a line.
 _LOSSES, _SOURCES, _POINTS = 12, 8, 41
 _CSS = """
-.laws { display: grid; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)); gap: 2rem 3.5rem; margin: 0 2rem 2rem 0 }
+.laws { display: grid; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)); gap: 2rem 3.5rem }
+.laws { margin: 0 2rem 2rem 0 }
 .laws path, .laws line.mark { fill: none; stroke: currentColor; vector-effect: non-scaling-stroke }
 .laws path.law { stroke-width: 2 } .laws path.run { stroke-width: 6; stroke-linecap: round; opacity: .45 }
 .laws line.mark { stroke-dasharray: 4 3; opacity: .7 }
