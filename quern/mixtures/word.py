@@ -70,13 +70,8 @@ def _fraction(weight: Weight, index: int) -> Fraction:
     if isinstance(weight, bool | np.bool_):
         raise ValueError(where)
     try:
-        if isinstance(weight, float | np.floating):
-            # repr of a numpy scalar is no number; its str is the shortest decimal of its own precision
-            fraction = Fraction(float.__repr__(weight) if isinstance(weight, float) else str(weight))
-        elif isinstance(weight, np.integer):
-            fraction = Fraction(int(weight))
-        else:
-            fraction = Fraction(weight)
+        # the str of a float, numpy's too, is the shortest decimal of its own precision
+        fraction = Fraction(str(weight) if isinstance(weight, float | np.number) else weight)
     except (ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
         raise ValueError(where) from error
     if fraction < 0:

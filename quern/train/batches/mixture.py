@@ -183,16 +183,11 @@ def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: in
     return Mixture(order, tuple(places.get(ident) for ident in windows))
 
 
-def _family(ident: str) -> str:
-    """The identity of a source without its version."""
-    return ident.rsplit("/", 1)[0]
-
-
 def _places(config: TrainConfig, corpus: Corpus, previous: Order) -> list[list[int]]:
     """For each entry of ``data`` its sources in the order so far: one a version, the newest last."""
-    found = []
+    found, families = [], [known.rsplit("/", 1)[0] for known in previous.ids]  # identities without their versions
     for given, ident, version in zip(config.data, corpus.ids, corpus.versions, strict=True):
-        family = [index for index, known in enumerate(previous.ids) if _family(known) == _family(ident)]
+        family = [index for index, known in enumerate(families) if known == ident.rsplit("/", 1)[0]]
         if family and previous.ids[family[-1]] != ident and given.accept_version != version:
             raise InputError(
                 f"{given.path}: the corpus is at version {version} now, and its windows are not those the run began "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -57,10 +56,7 @@ class _Waiting:
 
     def end(self) -> None:
         self.line.close()
-        if self.worker.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.worker.pid, signal.SIGKILL)
-        self.worker.wait()
+        launch.kill([self.worker])
 
 
 class WaitingProcesses(Closes):
