@@ -74,8 +74,8 @@ def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
     storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
     storage.publish_bytes(storage.join(config.run_dir, "proposal.yaml"), dump_yaml(section).encode())
     page = write_page(config.run_dir, config.run_dir, runs, proposal, fits, wish)
-    _print(console, runs, proposal, fits, wish, section)
     err_console().print(plain(page), markup=False)
+    _print(console, runs, proposal, fits, wish, section)
     return told | section
 
 

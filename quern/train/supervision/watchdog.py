@@ -32,8 +32,8 @@ from quern.train.supervision import tracebacks
 
 __all__ = ["PHASES", "Limits", "Watchdog", "culprits"]
 
-PHASES = ("data", "forward", "backward", "reduce", "recompute", "optimizer", "metrics", "links", "validation",
-          "save", "end")  # fmt: skip
+PHASES = ("data", "doremi", "forward", "backward", "reduce", "recompute", "optimizer", "metrics", "links",
+          "validation", "save", "end")  # fmt: skip
 """In the order of a step. ``save`` and ``end`` wait for disks and stores, and may take as long as they like: ranks that
 wait for each other there keep each other alive."""
 
