@@ -96,13 +96,16 @@ class DoReMi:
         return dict(zip(_STATE, (self.weights_K, self.summed_K, self.steps, self.excess_K), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where another has stopped; from the start where ``state`` is empty.
+        """Go on where another has stopped.
 
         Raises:
-            InputError: it is of another number of sources.
+            InputError: ``state`` is empty, or of another number of sources.
         """
         if not state:
-            return
+            told = (
+                "the checkpoint was trained without a reference, and their mean would be of the steps behind it alone"
+            )
+            raise InputError(f"doremi: {told}; expected another run_dir")
         if (then := len(state["weights"])) != len(self._names):
             told = f"the checkpoint has weights of {then} sources, and the run reads {len(self._names)}"
             raise InputError(f"doremi: {told}; expected the same, or another run_dir")

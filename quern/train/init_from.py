@@ -97,14 +97,19 @@ def reference_checkpoint(config: TrainConfig) -> str | None:
     """The checkpoint that ``doremi.reference`` names, as :func:`starting_checkpoint` tells it of ``init_from``.
 
     Raises:
-        InputError: it is none.
+        InputError: it is none, or a run that has begun would go on with another one.
     """
     given = config.doremi.reference
     if given is None:
         return None
     before = _recorded(config.run_dir)
     recorded = None if before is None else before.doremi.reference
-    return recorded if _is_of(recorded, given) and _is_whole(recorded) else _told(find_checkpoint, given, _REFERENCE)
+    if _is_of(recorded, given) and _is_whole(recorded):
+        return recorded
+    if _is_of(recorded, given) and not _fresh(config):
+        told = f"{recorded}, with which this run began, is gone; expected it there, or the path of a copy of it"
+        raise InputError(f"{_REFERENCE}: {told}")
+    return _told(find_checkpoint, given, _REFERENCE)
 
 
 def _is_of(recorded: str | None, given: str) -> bool:

@@ -25,7 +25,7 @@ from quern.train.batches.mixture import plan_mixture
 from quern.train.batches.sharing import shared_attention
 from quern.train.begin import ahead
 from quern.train.config import TrainConfig
-from quern.train.init_from import starting_checkpoint
+from quern.train.init_from import reference_checkpoint, starting_checkpoint
 from quern.train.processes.machine import available_memory
 from quern.train.step.schedule import learning_rate
 from quern.words import counted, size
@@ -59,7 +59,8 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     that holds the most really keeps: masters, both moments and the gradients as they stand between backward and update
     (in the master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and
     weights that ``tp`` does not split counted. Where weights are kept cast, 2 bytes for each are in it, the embedding's
-    too, which is not kept. With ``optimizer.state: host`` it is what the device keeps of them. Gathered weights
+    too, which is not kept. With ``optimizer.state: host`` it is what the device keeps of them. DoReMi's reference has
+    masters alone. Gathered weights
     (:func:`held_bytes`) and activations come on top.
     """
     parameters, plan = step.shape.num_parameters, step.plan
@@ -68,6 +69,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     gib = 2**30
     most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
     found = host_state(step, config)
+    held = found["device"] if found else (master + 2 * moment + step.gradient_bytes + kept) * most
     return {
         "sixteen_bytes": 16 * parameters / gib,
         "sixteen_bytes_per_rank": 16 * parameters / (plan.shards * plan.tp * plan.pp) / gib,
@@ -75,7 +77,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
         "moments": 2 * moment * parameters / gib,
         "gradients": step.gradient_bytes * parameters / gib,
         "compute_copy": copy * parameters / gib,
-        "rank": found["device"] / gib if found else (master + 2 * moment + step.gradient_bytes + kept) * most / gib,
+        "rank": (held + (master * most if config.doremi.reference else 0)) / gib,
     }
 
 
@@ -258,6 +260,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "config": config.model_dump(mode="json"),
         "model": shape.model_dump(mode="json") | {"padded_vocab_size": shape.padded_vocab_size},
         "init_from": None if goes_on else starting_checkpoint(config),
+        "reference": reference_checkpoint(config),
         "goes_on": goes_on,
         "parameters": {
             "total": shape.num_parameters,

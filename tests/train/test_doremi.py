@@ -4,7 +4,9 @@ is known."""
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from quern.errors import InputError
 from quern.train.config import TrainConfig
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import check, open_trainer
+from quern.train.summary import summarise
 from support.oracles import plain_doremi, plain_loop
 from support.train import run_case
 from support.train.corpora import VOCAB_SIZE, Doc, write_run
@@ -167,6 +170,31 @@ def test_a_step_that_is_left_out_teaches_nothing(site: tuple[Path, list[str]]) -
         torch.testing.assert_close(after["weights"], expected, rtol=1e-12, atol=0)
         with pytest.raises(InputError, match="doremi: the checkpoint has weights of 4 sources, and the run reads 3"):
             doremi.load_state_dict({name: torch.ones(4) for name in after})
+
+
+def test_a_run_learns_from_its_first_step_on_and_from_one_reference(site: tuple[Path, list[str]]) -> None:
+    folder, paths = site
+    run_case.live(settings(folder, paths, "later", steps=2))
+    learned = settings(folder, paths, "later", steps=4, doremi={"reference": str(folder / "reference")})
+    with pytest.raises(InputError, match="doremi: the checkpoint was trained without a reference"):
+        run_case.live(learned)
+    shutil.copytree(folder / "reference", folder / "moved")
+    config = settings(folder, paths, "alone", steps=2, doremi={"reference": str(folder / "moved")})
+    run_case.live(config)
+    os.rename(folder / "moved" / "checkpoints" / "step_00000020", folder / "moved" / "checkpoints" / "step_00000030")
+    with pytest.raises(InputError, match=r"doremi.reference: .*step_00000020, with which this run began, is gone"):
+        run_case.live(config.model_copy(update={"steps": 4}))
+
+
+def test_its_memory_is_told_before_it_starts(site: tuple[Path, list[str]]) -> None:
+    """Masters of the reference beside masters, two moments and gradients, of 8 bytes each in float64."""
+    folder, paths = site
+    rank = []
+    for reference in (None, str(folder / "reference")):
+        config = settings(folder, paths, "planned", doremi={"reference": reference})
+        checked = check(config, 1)
+        rank.append(summarise(config, checked.corpus, checked.layout)["state_memory_gib"]["rank"])
+    assert rank[1] / rank[0] == pytest.approx(5 / 4)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
 from quern.train.batches.mixture import open_corpus, plan_mixture
 from quern.train.config import DoReMiConfig
@@ -56,8 +57,26 @@ def test_what_does_not_fit_is_refused(large: Path) -> None:
         planned(large, "doremi.reference=/elsewhere")
     with pytest.raises(InputError, match=r"expected checkpoint.store=null and checkpoint.local=null"):
         planned(large, "checkpoint.store=file:///store")
-    with pytest.raises(QuernError, match="has no metrics of its last step, 5"):
+    with pytest.raises(QuernError, match="has learned no weights by its last step, 5"):
         propose(load_train_config(large), planned(large, "steps=6")["proxy"])
+
+
+def test_a_run_that_has_begun_keeps_its_settings(large: Path) -> None:
+    """Else a complete one would be taken for what was asked."""
+    out = large.parent / "out"
+    for name, config in planned(large, "steps=6").items():
+        (out / name).mkdir(parents=True)
+        (out / f"{name}.yaml").write_text(dump_yaml(config))
+    assert list(planned(large, "steps=6")) == ["reference", "proxy"]
+    with pytest.raises(InputError, match=r"proxy.yaml: doremi.step_size: this run began with 1.0, got 0.5; expected"):
+        planned(large, "steps=6", step_size=0.5)
+    with pytest.raises(InputError, match=r"reference.yaml: steps: this run began with 6, got 8"):
+        planned(large, "steps=8")
+
+
+def test_too_large_a_run_is_refused_before_anything_is_trained(large: Path) -> None:
+    with pytest.raises(InputError, match="max_epochs: 400 samples are planned, and the sources give 300 at most"):
+        plan_doremi(load_train_config(large, ["steps=100"]), load_train_config(large), "/none", DoReMiConfig())
 
 
 def test_mean_weights_are_whole_samples_of_the_run_to_come_below_its_caps(large: Path) -> None:

@@ -32,7 +32,7 @@ def doremi(
         float, typer.Option(min=1e-9, help="In a step a weight grows by exp of this times its excess loss.")
     ] = 1.0,
     smoothing: Annotated[
-        float, typer.Option(min=0, max=0.999, help="The part of all weight that is the same for all sources.")
+        float, typer.Option(min=1e-9, max=0.999, help="The part of all weight that is the same for all sources.")
     ] = 1e-3,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each run, processes on this machine.")] = 1,
     json: bool = JSON,

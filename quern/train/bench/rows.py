@@ -32,7 +32,7 @@ MICRO_BATCHES = 4
 #: What has no say in a step's time, or is the benchmark's to decide.
 FIXED = frozenset((
     "run_dir", "data", "phases", "global_batch", "steps", "init_from", "schedule", "checkpoint", "resume", "data_skip",
-    "validation", "metrics", "profile", "verify_shards", "preflight", "preflight_timeout_s",
+    "doremi", "validation", "metrics", "profile", "verify_shards", "preflight", "preflight_timeout_s",
 ))  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _fixed(options: Options, data: str, run_dir: str) -> Iterator[str]:
         f"run_dir={json.dumps(run_dir)}", f"data=[{{path: {json.dumps(data)}, max_epochs: 1.0e+9}}]",
         "phases=[]", f"steps={steps}", f"schedule={{kind: constant, warmup: {steps}}}", 
         "checkpoint={interval: 0}", "resume={}",
-        "data_skip=0", "validation={interval: 0}", "profile={}", "verify_shards=false",
+        "data_skip=0", "doremi={}", "validation={interval: 0}", "profile={}", "verify_shards=false",
         f"metrics={{live: false, tensorboard: false{peak}}}", "global_batch=1",
     )  # fmt: skip
 

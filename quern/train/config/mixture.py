@@ -71,8 +71,8 @@ class DoReMiConfig(Section):
     Null = no weights are learned; what is read goes by ``data`` in either case. Example: runs/reference"""
     step_size: Annotated[float, Field(gt=0)] = 1.0
     """[1/nat] How fast weights follow the excess loss: in a step, a weight grows by exp of this times it."""
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """[share] The part of each step's weights that is the same for all sources."""
+    smoothing: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """[share] The part of each step's weights that is the same for all sources: a weight of 0 would stay 0."""
 
 
 def placed(phases: Sequence[PhaseConfig], global_batch: int, seq_len: int, num_sources: int) -> Iterator[PhaseConfig]:

@@ -3,17 +3,19 @@ Imports no torch."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quern import storage
-from quern.config import dump_yaml
+from quern.config import dump_yaml, load_config
 from quern.errors import STOPPED, InputError, QuernError
 from quern.mixtures.weighting import even_weights, most_samples
 from quern.safe_path import module
 from quern.train.batches.mixture import budget, data_section, open_corpus, source_names, sources_of, with_sources
 from quern.train.config import DoReMiConfig, TrainConfig
+from quern.train.config.differences import differing
 from quern.train.history.metrics_file import MetricsTable, read_metrics
 from quern.train.processes import launch
 
@@ -25,7 +27,8 @@ def plan_doremi(base: TrainConfig, small: TrainConfig, folder: str, learning: Do
     names a reference. ``base``: of the run that weights are wanted for.
 
     Raises:
-        InputError: ``small`` has other sources, or two runs would share a store.
+        InputError: ``small`` has other sources, two runs would share a store, the sources do not give what ``base``
+            reads, or a run that has begun in ``folder`` would go on with another config.
     """
     if small.data != base.data or small.run_dir != base.run_dir or small.doremi != DoReMiConfig():
         raise InputError("overrides: expected none of data, run_dir and doremi, which are set here")
@@ -35,7 +38,17 @@ def plan_doremi(base: TrainConfig, small: TrainConfig, folder: str, learning: Do
     learned = learning.model_copy(update={"reference": learning.reference or folders["reference"]})
     runs = {} if learning.reference else {"reference": small.model_dump()}
     runs["proxy"] = small.model_dump() | {"doremi": learned.model_dump()}
-    return {name: TrainConfig.model_validate(own | {"run_dir": folders[name]}) for name, own in runs.items()}
+    corpus = open_corpus(base, keep=False)
+    even_weights([1.0] * len(base.data), most_samples(sources_of(base, corpus)), budget(base, corpus, "CONFIG"))
+    found = {name: TrainConfig.model_validate(own | {"run_dir": folders[name]}) for name, own in runs.items()}
+    for name, config in found.items():
+        path = storage.join(folder, f"{name}.yaml")
+        before = load_config(path, TrainConfig) if os.path.isdir(config.run_dir) and os.path.exists(path) else config
+        for key, then, now in differing(before.model_dump(mode="json"), config.model_dump(mode="json")):
+            raise InputError(
+                f"{path}: {key}: this run began with {then}, got {now}; expected the same, or another --out"
+            )
+    return found
 
 
 def run_doremi(runs: Mapping[str, TrainConfig], folder: str, nproc: int, say: Callable[[str], None]) -> None:
@@ -77,10 +90,10 @@ def propose(base: TrainConfig, proxy: TrainConfig) -> dict[str, Any]:
     """
     told = read_metrics(proxy.run_dir)
     last = [row for row, step in enumerate(told.step) if step == proxy.steps - 1]
-    if not last:
-        raise QuernError(f"{proxy.run_dir}: has no metrics of its last step, {proxy.steps - 1:,}")
+    if not last or not math.isfinite(_value(told, f"doremi_mean_weight.{source_names(proxy)[0]}", last[-1])):
+        raise QuernError(f"{proxy.run_dir}: has learned no weights by its last step, {proxy.steps - 1:,}")
     corpus = open_corpus(base, keep=False)
-    sources, samples = sources_of(base, corpus), budget(base, corpus, "doremi")
+    sources, samples = sources_of(base, corpus), budget(base, corpus, "CONFIG")
     tokens = sum(source.tokens for source in sources)
     rows = {
         source.name: {
