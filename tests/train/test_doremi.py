@@ -26,6 +26,7 @@ from support.train.corpora import VOCAB_SIZE, Doc, write_run
 
 SEQ_LEN = 32
 KINDS = ("noise", "easy", "useful")
+LEARNED = ("doremi_weight", "doremi_mean_weight", "excess_loss_by_source")
 Kind = Callable[[random.Random, int], list[int]]
 
 
@@ -141,6 +142,10 @@ def test_killed_in_any_step_and_resumed_to_the_same_bits(site: tuple[Path, list[
     last = run_case.live(config, factor=spoilt)
     assert run_case.differences(last.state, straight.state) == []
     assert run_case.rows(folder / "broken") == run_case.rows(folder / "whole")
+    learned = [
+        {row["step"]: [row[key] for key in LEARNED] for row in rows(folder / name)} for name in ("broken", "whole")
+    ]  # of a step that was taken twice, as the last life took it
+    assert learned[0] == learned[1]
     assert len({tuple(row) for row in values(folder / "whole", "doremi_weight")}) == 12
 
 
