@@ -40,6 +40,7 @@ NOT_RUN = {
     r"--dtype uint|--val --no-eot": "a synopsis: nobody gives all of its options",
     r"quern mix weights": "needs two sources; tests/cli/test_mix.py runs it",
     r"quern mix (ablate|fit)": "needs two sources, or tables; tests/cli/test_mix_laws.py runs them",
+    r"quern mix doremi": "needs two sources; tests/train/test_doremi_command.py runs it",
     r"quern mix select": "its target is nothing that the repository has; tests/cli/test_mix.py runs it",
     r"configs/books": "its input is nothing that the repository has",
 }

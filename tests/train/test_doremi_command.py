@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from quern.cli.main import app
 from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
 from quern.train.batches.mixture import open_corpus, plan_mixture
@@ -59,6 +61,36 @@ def test_what_does_not_fit_is_refused(large: Path) -> None:
         planned(large, "checkpoint.store=file:///store")
     with pytest.raises(QuernError, match="has learned no weights by its last step, 5"):
         propose(load_train_config(large), planned(large, "steps=6")["proxy"])
+
+
+def test_one_source_has_nothing_to_weigh(large: Path) -> None:
+    base = load_train_config(large)
+    base = base.model_copy(update={"data": base.data[:1]})
+    with pytest.raises(InputError, match="data: expected two sources or more, and of each a weight above 0"):
+        plan_doremi(base, base, "/none", DoReMiConfig())
+
+
+def test_the_command_prints_a_section_that_a_run_takes(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked = large.parent / "out", []
+
+    def trained(runs: Any, folder: str, nproc: int, say: Any) -> None:
+        asked.append((list(runs), folder, nproc))
+        (out / "proxy").mkdir(parents=True)
+        row = {"kind": "step", "step": 5} | {
+            key: {"web": 0.4, "books": 0.6} for key in ("doremi_weight", "doremi_mean_weight", "excess_loss_by_source")
+        }
+        (out / "proxy" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+    monkeypatch.setattr("quern.train.swarm.doremi.run_doremi", trained)
+    given = ["mix", "doremi", str(large), "steps=6", "--out", str(out), "--nproc", "3", "--step-size", "0.5"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    told = result.stdout
+    assert asked == [(["reference", "proxy"], str(out), 3)]
+    assert "40.00%" in told
+    section = yaml.safe_load(told[told.index("data:") :])
+    assert section == yaml.safe_load((out / "proposal.yaml").read_text())
+    assert [own["weight"] for own in section["data"]] == [96, 144]
 
 
 def test_a_run_that_has_begun_keeps_its_settings(large: Path) -> None:

@@ -27,11 +27,13 @@ def plan_doremi(base: TrainConfig, small: TrainConfig, folder: str, learning: Do
     names a reference. ``base``: of the run that weights are wanted for.
 
     Raises:
-        InputError: ``small`` has other sources, two runs would share a store, the sources do not give what ``base``
-            reads, or a run that has begun in ``folder`` would go on with another config.
+        InputError: ``small`` has other sources, or not two with weight; two runs would share a store; the sources do
+            not give what ``base`` reads; or a run that has begun in ``folder`` would go on with another config.
     """
     if small.data != base.data or small.run_dir != base.run_dir or small.doremi != DoReMiConfig():
         raise InputError("overrides: expected none of data, run_dir and doremi, which are set here")
+    if len(base.data) < 2 or not all(own.weight > 0 for own in base.data):
+        raise InputError("data: expected two sources or more, and of each a weight above 0: all are read")
     if small.checkpoint.store is not None or small.checkpoint.local is not None:
         raise InputError("overrides: expected checkpoint.store=null and checkpoint.local=null: runs would share them")
     folders = {name: storage.join(folder, name) for name in ("reference", "proxy")}
