@@ -71,15 +71,16 @@ def record(trainer: Any, path: Path) -> None:
         train_step(step)
         now[0] = -1
 
-    def seen(module: Any, arguments: tuple[Any, ...]) -> None:
-        tokens_BL, targets_BL = (tensor.detach().cpu().numpy().astype("<i8") for tensor in arguments[:2])
+    def seen(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = arguments[0], named["targets_BL"]
+        tokens_BL, targets_BL = (tensor.detach().cpu().numpy().astype("<i8") for tensor in given)
         file.write(np.array([now[0], calls[0], *tokens_BL.shape], "<i8").tobytes())
         file.write(tokens_BL.tobytes())
         file.write(targets_BL.tobytes())
         calls[0] += 1
 
     trainer.train_step = stepped
-    trainer.model.register_forward_pre_hook(seen, prepend=True)
+    trainer.model.register_forward_pre_hook(seen, prepend=True, with_kwargs=True)
 
 
 @dataclass(frozen=True)
