@@ -179,16 +179,16 @@ def test_a_step_that_is_left_out_teaches_nothing(site: tuple[Path, list[str]]) -
 
 def test_a_run_learns_from_its_first_step_on_and_from_one_reference(site: tuple[Path, list[str]]) -> None:
     folder, paths = site
-    run_case.live(settings(folder, paths, "later", steps=2))
-    learned = settings(folder, paths, "later", steps=4, doremi={"reference": str(folder / "reference")})
+    run_case.live(settings(folder, paths, "later", steps=3))
+    learned = settings(folder, paths, "later", steps=5, doremi={"reference": str(folder / "reference")})
     with pytest.raises(InputError, match="doremi: the checkpoint was trained without a reference"):
         run_case.live(learned)
     shutil.copytree(folder / "reference", folder / "moved")
-    config = settings(folder, paths, "alone", steps=2, doremi={"reference": str(folder / "moved")})
+    config = settings(folder, paths, "alone", steps=3, doremi={"reference": str(folder / "moved")})
     run_case.live(config)
     os.rename(folder / "moved" / "checkpoints" / "step_00000020", folder / "moved" / "checkpoints" / "step_00000030")
     with pytest.raises(InputError, match=r"doremi.reference: .*step_00000020, with which this run began, is gone"):
-        run_case.live(config.model_copy(update={"steps": 4}))
+        run_case.live(config.model_copy(update={"steps": 5}))
 
 
 def test_its_memory_is_told_before_it_starts(site: tuple[Path, list[str]]) -> None:
