@@ -236,10 +236,9 @@ class Trainer(Closes):
         self.watchdog.enter("metrics")
         values = figures.pack(self._summed, norm=norm, scale=self.loss_scale.scale, **health.figures())
         loads = None if self.parallel.loads is None else self.parallel.loads.sent()
-        learned = None if self.doremi is None else self.doremi.sent()
         self._pending.append(figures.Pending(
             step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s, loads,
-            learned, Mark(self.ranks.device),  # after all that is on its way to the host
+            None if self.doremi is None else self.doremi.sent(), Mark(self.ranks.device),  # after all of these
         ))  # fmt: skip
         self.drain_metrics(keep=1)
 
