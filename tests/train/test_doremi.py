@@ -3,6 +3,7 @@ is known."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -175,6 +176,16 @@ def test_a_step_that_is_left_out_teaches_nothing(site: tuple[Path, list[str]]) -
         torch.testing.assert_close(after["weights"], expected, rtol=1e-12, atol=0)
         with pytest.raises(InputError, match="doremi: the checkpoint has weights of 4 sources, and the run reads 3"):
             doremi.load_state_dict({name: torch.ones(4) for name in after})
+
+
+def test_a_trainer_learns_nothing_of_data_steps_that_are_left_out(site: tuple[Path, list[str]]) -> None:
+    folder, paths = site
+    config = settings(folder, paths, "skips", steps=4, doremi={"reference": str(folder / "reference")})
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        trainer.start = dataclasses.replace(trainer.start, left_out=frozenset({1, 2}))
+        trainer.fit()
+    found = values(folder / "skips", "doremi_weight")
+    assert [bool((row == found[0]).all()) for row in found] == [True, True, True, False]
 
 
 def test_a_run_learns_from_its_first_step_on_and_from_one_reference(site: tuple[Path, list[str]]) -> None:
