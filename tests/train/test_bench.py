@@ -26,7 +26,7 @@ from quern.train.bench.options import Options, pairs, parse
 from quern.train.bench.rows import Row, configure, rows, tokens_needed, vocab_size_of
 from quern.train.bench.run import bench
 from quern.train.bench.table import table
-from quern.train.config import TrainConfig
+from quern.train.config import DoReMiConfig, TrainConfig
 
 
 def config_of(row: Row, options: Options, world: int = 1, micro_batch: int | None = None, cuda: bool = False) -> Any:
@@ -44,7 +44,8 @@ def only(options: Options) -> Row:
 def own(tmp_path: Path) -> str:
     """A training config with its own model, layout, recipe and batch."""
     plain = {
-        "run_dir": "runs/own", "data": [{"path": "runs/none/tokens/cc"}], "model": {"preset": "125M", "qk_norm": True},
+        "run_dir": "runs/own", "data": [{"path": "runs/none/tokens/cc"}, {"path": "runs/none/tokens/books"}],
+        "doremi": {"reference": "runs/reference"}, "model": {"preset": "125M", "qk_norm": True},
         "seq_len": 1024, "global_batch": 512, "micro_batch": 2, "steps": 1000, "phases": [{"first_step": 9,
         "global_batch": 64}], "precision": "bf16", "float8": {"recipe": "rowwise"}, "schedule": {"warmup": 100},
         "parallel": {"tp": 2, "reshard_after_forward": False}, "activation_checkpointing": "full",
@@ -143,6 +144,7 @@ def test_a_config_keeps_what_a_step_is_and_nothing_else(own: str) -> None:
     assert (config.compile.enabled, config.compile.backend) == (True, "aot_eager")
     assert config.global_batch == 2 * 2  # two data-parallel ranks, micro-batches of two
     assert config.phases == ()
+    assert config.doremi == DoReMiConfig()
     assert config.checkpoint.local is None
     assert (config.run_dir, config.steps) == ("/d/run", 11)
     assert vocab_size_of(only(options), options) == 50_257  # its data is not here: GPT-2's, as the preset's
