@@ -2,7 +2,7 @@
 
 Shapes: B batch, L sequence, N query heads, K key/value heads (N a multiple of K), H head dim, T = B·L tokens in a row.
 
-``sdpa``    every device and dtype. Without documents the causal flag, with documents a dense mask, B·L² bytes,
+``sdpa``    every device and dtype. Without documents the causal flag, with documents a dense mask, B·L² values,
             built once a forward pass and shared by all blocks.
 ``varlen``  CUDA, bf16 and fp16: flash attention over documents laid end to end; no mask exists.
 ``flex``    CUDA: FlexAttention with a block mask of the documents.
@@ -51,11 +51,14 @@ class Documents:
         return Documents(ids_BL, cu_seqlens, max_seqlen)
 
 
-def attention_mask(backend: str, documents: Documents | None, device: torch.device) -> Any:
+def attention_mask(
+    backend: str, documents: Documents | None, device: torch.device, dtype: torch.dtype | None = None
+) -> Any:
     """The mask for :func:`attend`; build it once per forward pass and share it between blocks.
 
-    None without documents; else bool [B, 1, L, L], True where a query (row) may look at a key (column), for ``sdpa``,
-    the documents themselves for ``varlen`` and a ``BlockMask`` for ``flex``.
+    None without documents; else [B, 1, L, L] for ``sdpa``, the documents themselves for ``varlen`` and a ``BlockMask``
+    for ``flex``. ``dtype``: that of the queries, in which the mask is 0 where a query (row) may look at a key (column)
+    and -inf elsewhere; None = bool, from which attention makes such a mask in every block and keeps it for backward.
 
     Raises ValueError where the backend cannot run on ``device``.
     """
@@ -70,7 +73,8 @@ def attention_mask(backend: str, documents: Documents | None, device: torch.devi
         return documents
     if backend == "flex":
         return _block_mask(documents.ids_BL)
-    return _dense_mask(documents.ids_BL)
+    may_B1LL = _dense_mask(documents.ids_BL)
+    return may_B1LL if dtype is None else torch.zeros_like(may_B1LL, dtype=dtype).masked_fill_(~may_B1LL, -torch.inf)
 
 
 def attend(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Any = None) -> Tensor:

@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         """What all blocks share in a forward pass; a layout that deals tokens out over ranks replaces it."""
         length = tokens_BL.shape[1]
         turn = rotation(self.shape, length, dtype=x_BLD.dtype, device=x_BLD.device, positions_BL=positions_BL)
-        return turn, attention_mask(self.attention, documents, x_BLD.device)
+        return turn, attention_mask(self.attention, documents, x_BLD.device, x_BLD.dtype)
 
     def embed_tokens(self, tokens_BL: Tensor) -> Tensor:
         """The tokens' embeddings, in the dtype of activations; a layout that splits the vocabulary replaces it."""

@@ -49,7 +49,8 @@ def choose(merit_TE: Tensor, moe: MoEShape) -> Tensor:
         best_TG = merit_TGM.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
         rank_TG = best_TG.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
         merit_TE = merit_TGM.where((rank_TG < moe.top_groups)[:, :, None], -torch.inf).flatten(1)
-    return merit_TE.sort(dim=1, descending=True, stable=True).indices[:, : moe.top_k]
+    # a copy: as a view it would keep the order of all experts until the backward pass
+    return merit_TE.sort(dim=1, descending=True, stable=True).indices[:, : moe.top_k].contiguous()
 
 
 def drop(chosen_TK: Tensor, weights_TK: Tensor, moe: MoEShape) -> Tensor:

@@ -58,8 +58,9 @@ class _Attention:
             self.model.shape, self.seq_len, dtype=x_BLD.dtype, device=x_BLD.device,
             positions_BL=shared.positions_BR if positions_BL is None else positions_BL,
         )  # fmt: skip
-        whole = self.shards is None
-        return turn, attention_mask(self.model.attention, shared.whole, x_BLD.device) if whole else shared.told
+        if self.shards is not None:
+            return turn, shared.told
+        return turn, attention_mask(self.model.attention, shared.whole, x_BLD.device, x_BLD.dtype)
 
     def attend(self, q_BrNH: Tensor, k_BrKH: Tensor, v_BrKH: Tensor, mask: Any = None) -> Tensor:
         """See :func:`quern.model.attention.attend`; ``mask`` is the whole rows', or tells of stretches."""

@@ -17,7 +17,7 @@ from quern.model.float8.recipe import BLOCK
 from quern.model.moe.config import MoEShape
 from quern.parallel.planning.step import Step, Transfer
 
-__all__ = ["Rows", "exchange", "exchange_stages", "expected_rows", "kept_bytes", "ranks_of_a_token"]
+__all__ = ["Rows", "exchange", "exchange_stages", "expected_rows", "expert_rows", "kept_bytes", "ranks_of_a_token"]
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,20 @@ def expected_rows(step: Step) -> tuple[Rows, ...]:
 def kept_bytes(step: Step) -> dict[str, int]:
     """That products of experts keep of a layer and micro-batch for backward, where it is not recomputed: ``expected``,
     and at ``most``, where all tokens of all ranks want those of one. Of the rows that travel nothing is kept."""
+    assert step.shape.moe is not None
+    # what goes into the first two products and comes of the last; gate, its SiLU, the other, and their product
+    of_one = (2 * step.shape.dim + 4 * step.shape.moe.ffn_dim // step.plan.tp) * step.compute_bytes
+    return {name: rows * of_one for name, rows in expert_rows(step).items()}
+
+
+def expert_rows(step: Step) -> dict[str, int]:
+    """Rows of a layer and micro-batch that a rank's experts multiply, likewise."""
     moe, ep = step.shape.moe, step.plan.ep
     assert moe is not None
-    held = moe.num_experts // ep
-    # what goes into the first two products and comes of the last; gate, its SiLU, the other, and their product
-    of_one = (2 * step.shape.dim + 4 * moe.ffn_dim // step.plan.tp) * step.compute_bytes
-    even, most = step.tokens * moe.top_k, step.tokens * ep * min(moe.top_k, held)
+    even, most = step.tokens * moe.top_k, step.tokens * ep * min(moe.top_k, moe.num_experts // ep)
     if moe.limit is not None:
         even = most = moe.num_experts * -(-step.tokens * moe.limit[0] // moe.limit[1])
-    return {"expected": even * of_one, "most": most * of_one}
+    return {"expected": even, "most": most}
 
 
 def exchange(
