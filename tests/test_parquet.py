@@ -62,7 +62,12 @@ def test_what_was_written_is_read(tmp_path: Path, place: str) -> None:
         assert table.read_row_group(1, ["text"]).equals(TABLE.slice(300, 300).select(["text"]))
         assert table.read_row_groups(range(1, 3)).equals(TABLE.slice(300, 600))
         assert [null_count(table, 0, name) for name in ("number", "text")] == [0, 240]
-    assert table_in(storage.read_bytes(path), ["text"]).equals(TABLE.select(["text"]))
+    wanted = pa.schema([("text", pa.binary())])
+    assert table_in(storage.read_bytes(path), wanted).equals(TABLE.select(["text"]).cast(wanted))
+    with pytest.raises(InputError, match="Failed to parse string"):
+        table_in(storage.read_bytes(path), pa.schema([("text", pa.int64())]))
+    with pytest.raises(InputError, match="none"):
+        table_in(storage.read_bytes(path), pa.schema([("none", pa.int64())]))
 
 
 @pytest.mark.parametrize("store", [False, True])

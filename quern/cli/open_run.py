@@ -11,9 +11,8 @@ from quern.data_pipeline.execution.run_directory import is_complete
 
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun
-    from quern.lineage.training import TrainingRun
 
-__all__ = ["note", "open_run", "open_training"]
+__all__ = ["note", "open_run"]
 
 
 def open_run(run: str) -> IndexedRun:
@@ -25,13 +24,6 @@ def open_run(run: str) -> IndexedRun:
     if not is_complete(run):
         note(f"{run}: {UNFINISHED}")
     return opened
-
-
-def open_training(path: str) -> TrainingRun:
-    """The training run in a folder."""
-    from quern.lineage.answers.opened import open_training_run
-
-    return open_training_run(path)
 
 
 def note(line: str) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
+from quern.lineage.index.columns import I64
 from quern.parallel.planning.context import Context
 from quern.tokenize.selection.chosen import Identity
 
 __all__ = ["Attempt", "SeenCheckpoint", "Stretch"]
-
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from quern.errors import InputError
 from quern.lineage.index.changes import purged_at
+from quern.lineage.index.columns import I64, Bools
 from quern.lineage.selection import Selection, select
 from quern.lineage.training import Attempt, SeenCheckpoint, Stretch, TrainingRun
 from quern.lineage.windows import never_visited, parts, touching
@@ -31,9 +32,6 @@ __all__ = ["Clean", "Exposures", "Tally", "clean", "exposures", "walk"]
 #: (window, epoch) pairs that are located at once.
 _PAIRS = 1 << 17
 _NEVER = np.iinfo(np.int64).max
-
-I64 = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quern.lineage.index.columns import I64, Bools
+
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun
 
 __all__ = ["Selection", "select", "select_parts"]
-
-I64 = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

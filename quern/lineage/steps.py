@@ -8,8 +8,6 @@ Shape legend: G sequences of the step, M parts: a document in a sequence.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quern import storage
 from quern.errors import InputError
+from quern.lineage.index.columns import I64, Bools
 from quern.lineage.training import Attempt, TrainingRun
 from quern.lineage.windows import parts
 from quern.parallel.planning.segments import deal, document_starts, tokens_of
@@ -30,14 +28,10 @@ from quern.train.batches.step_plan import StepPlan, assign, cu_seqlens_of, plan_
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun, Spans, Stream
 
-__all__ = ["DocumentParts", "StepRead", "inputs_of", "losses_of", "read_step"]
-
-_FORENSICS = re.compile(r"step_(\d{8,})(\.attempt_\d+)?\.json")
+__all__ = ["DocumentParts", "StepRead", "inputs_of", "read_step"]
 
 Stretches = list[tuple[int, int]]
 """[start, stop) of each, ascending."""
-I64 = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -147,10 +141,12 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
         found, which = lineage.spans_in(stream, starts_N, starts_N + run.seq_len + 1)
         spans[source] = found
         counts_N = np.bincount(which, minlength=len(starts_N))
-        return Documents(counts_N, found.starts - starts_N[which], _purged(found, chosen, stream))
+        purged = found.purged_at(chosen.version_of(stream.identity))  # what was purged later was there then
+        return Documents(counts_N, found.starts - starts_N[which], purged)
 
     plan = plan_step(samples, len(order.ids), run.seq_len, chosen.document_mask, documents_of)
-    ranks_G, micro_batches_G, rows_G = _dealt(plan, chosen, known=not unknown)
+    dealt_3G = _dealt(plan, chosen, known=not unknown)
+    ranks_G, micro_batches_G, rows_G = (None, None, None) if dealt_3G is None else dealt_3G
     return StepRead(
         step=step, data_step=data_step, attempt=chosen,
         surviving=bool(step < run.kept()[chosen.number]), proven=proven,
@@ -159,7 +155,7 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
         ranks_G=ranks_G, micro_batches_G=micro_batches_G, rows_G=rows_G, sources_G=samples[0].astype(np.int64),
         epochs_G=samples[1].astype(np.int64), windows_G=samples[2].astype(np.int64), identities=order.ids,
         streams=streams, unknown=unknown, documents=_parts(run, chosen, plan, streams, spans),
-        computed=_computed(plan, chosen, run.seq_len, (ranks_G, micro_batches_G, rows_G), known=not unknown),
+        computed=_computed(plan, chosen, run.seq_len, dealt_3G, known=not unknown),
     )  # fmt: skip
 
 
@@ -172,47 +168,6 @@ def inputs_of(read: StepRead, place: int, start: int, stop: int) -> Iterator[tup
         lineage, _ = read.streams[int(parts.sources[m])]
         who = lineage.documents([int(parts.numbers[m])])
         yield m, {"name": lineage.names(who)[0], "doc_id": who.doc_ids[0].hex()}
-
-
-def losses_of(run: TrainingRun, read: StepRead) -> dict[int, float | None]:
-    """Place in the global batch → loss of the sequence in nats a target (None: not finite, or no targets), where a
-    file ``forensics/step_*.json`` has them for this step of this attempt; empty where nobody looked."""
-    folder = os.path.join(run.folder_of(read.attempt), "forensics")
-    try:
-        names = sorted(name for name in os.listdir(folder) if _FORENSICS.fullmatch(name))
-    except OSError:
-        return {}
-    samples = dict(zip(read.places_G.tolist(), _triples(read), strict=True))
-    for name in names:
-        match = _FORENSICS.fullmatch(name)
-        if match is None or int(match[1]) < read.step:  # a file looks back from the step it is named by
-            continue
-        found = _losses(os.path.join(folder, name), read, samples)
-        if found:
-            return found
-    return {}
-
-
-def _losses(path: str, read: StepRead, samples: Mapping[int, tuple[int, int, int]]) -> dict[int, float | None]:
-    """What a file has of the step; nothing where it is damaged, or of other data."""
-    try:
-        record = storage.read_json(path)
-        if record["attempt"] != read.attempt.number:
-            return {}
-        found: dict[int, float | None] = {}
-        for row in record["steps"]:
-            if (row["step"], row["data_step"]) == (read.step, read.data_step):
-                columns = (row["sequences"][name] for name in ("place", "source", "epoch", "window", "loss"))
-                for place, source, epoch, window, loss in zip(*columns, strict=True):
-                    if samples.get(place) == (source, epoch, window):
-                        found[int(place)] = None if loss is None else float(loss)
-        return found
-    except (InputError, KeyError, TypeError, ValueError, RecursionError):
-        return {}
-
-
-def _triples(read: StepRead) -> Iterator[tuple[int, int, int]]:
-    return zip(read.sources_G.tolist(), read.epochs_G.tolist(), read.windows_G.tolist(), strict=True)
 
 
 def _attempt_at(run: TrainingRun, step: int, number: int | None) -> tuple[Attempt, bool]:
@@ -248,28 +203,28 @@ def _streams(
     return streams, unknown
 
 
-def _dealt(plan: StepPlan, attempt: Attempt, known: bool) -> tuple[I64 | None, I64 | None, I64 | None]:
-    """Rank, micro-batch and row of every place. With document masks they follow from the documents of all sources."""
+def _dealt(plan: StepPlan, attempt: Attempt, known: bool) -> I64 | None:
+    """[3, G]: rank, micro-batch and row of every place; None where they cannot be known. With document masks they
+    follow from the documents of all sources."""
     size, world, micro_batch = len(plan.rows_N), attempt.dp, attempt.micro_batch
     if world is None or micro_batch is None or check_divides(size, world, micro_batch) is not None:
-        return None, None, None
+        return None
     if not known and attempt.document_mask and world > 1:
-        return None, None, None
+        return None
     places = assign(plan, world, micro_batch, attempt.document_mask)
     dealt = np.empty((3, size), np.int64)
     dealt[:, places] = np.indices(places.shape)
-    return dealt[0], dealt[1], dealt[2]
+    return dealt
 
 
 def _computed(
-    plan: StepPlan, attempt: Attempt, seq_len: int, of_places: tuple[I64 | None, I64 | None, I64 | None], known: bool
+    plan: StepPlan, attempt: Attempt, seq_len: int, dealt_3G: I64 | None, known: bool
 ) -> Callable[[int], list[Stretches] | None]:
     """See :attr:`StepRead.computed`; a micro-batch is dealt out when one of its rows is asked for."""
-    context, (ranks_G, micro_batches_G, rows_G) = attempt.context, of_places
-    if context is None or seq_len % context.unit or not (known or not attempt.document_mask):
+    context, known = attempt.context, known or not attempt.document_mask
+    if context is None or seq_len % context.unit or dealt_3G is None or not known:
         return lambda place: None
-    if ranks_G is None or micro_batches_G is None or rows_G is None:
-        return lambda place: None
+    ranks_G, micro_batches_G, rows_G = dealt_3G
 
     @lru_cache(maxsize=4)
     def dealt(rank: int, micro_batch: int) -> NDArray[np.int64]:
@@ -292,16 +247,6 @@ def _computed(
     return computed
 
 
-def _purged(spans: Spans, attempt: Attempt, stream: Stream) -> Bools:
-    """Of which documents nothing was left when the attempt read them; what was purged later was there then."""
-    return spans.purged_at(attempt.version_of(stream.identity))
-
-
-def _in_source(stream: Stream, starts: I64) -> I64:
-    """Where documents start in the source's own stream."""
-    return starts if stream.chosen is None else stream.chosen.pieces(starts, starts + 1)[0]
-
-
 def _parts(
     run: TrainingRun,
     attempt: Attempt,
@@ -321,7 +266,8 @@ def _parts(
         return np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in found)])
 
     starts, lengths = column("starts", np.int64), column("lengths", np.int64)
-    states = [_purged(spans[source], attempt, streams[source][1]) for source in sorted(spans)]
+    versions = (attempt.version_of(streams[source][1].identity) for source in sorted(spans))
+    states = [own.purged_at(version) for own, version in zip(found, versions, strict=True)]
     purged = np.concatenate([np.empty(0, np.bool_), *states])
     part = parts(
         starts, starts + lengths, plan.windows_N[places_R][rows].astype(np.int64), run.seq_len,
@@ -329,7 +275,9 @@ def _parts(
     )  # fmt: skip
     some = np.flatnonzero(part.any)
     some = some[np.argsort(places_R[rows[some]], kind="stable")]
-    in_source = [_in_source(streams[source][1], spans[source].starts) for source in sorted(spans)]
+    # where documents start in the source's own stream
+    chosen = [(streams[source][1].chosen, spans[source].starts) for source in sorted(spans)]
+    in_source = [begin if own is None else own.pieces(begin, begin + 1)[0] for own, begin in chosen]
     columns = {
         "sequences": places_R[rows], "sources": sources_R[rows], "numbers": column("numbers", np.int64),
         "starts": np.concatenate([np.empty(0, np.int64), *in_source]), "lengths": lengths, **vars(part),

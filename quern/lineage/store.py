@@ -26,6 +26,7 @@ from quern.lineage.index.records import Opened
 from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
 from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
 from quern.lineage.index.spans import SpanColumns, Spans
+from quern.tokenize.encoding import load_encoding
 from quern.tokenize.selection.chosen import Chosen
 from quern.tokenize.shards import ShardReader
 
@@ -55,6 +56,13 @@ class Stream:
     def reader(self) -> ShardReader:
         """Its tokens; opened at first use."""
         return ShardReader(self.path)
+
+    def text(self, start: int, length: int, chars: int | None) -> tuple[str, bool]:
+        """Up to ``chars`` characters (None: all) of ``length`` tokens from ``start`` on, and whether that is all."""
+        taken = length if chars is None else min(length, 4 * chars)  # a token is a byte or more, a character 4 at most
+        encoding = load_encoding(self.reader.encoding, self.reader.ranks_path)
+        text = encoding.decode(self.reader.tokens(start, start + taken))
+        return text[:chars], taken == length and (chars is None or len(text) <= chars)
 
 
 @dataclass(frozen=True)
@@ -114,12 +122,8 @@ class IndexedRun:
         self.run, self.run_id = state.run, state.run_id
         self.version: int = record["version"]
         folder = self.built.folder
-        self._segments: list[Segment] = []
-        opened, base = Opened(), 0
-        for own in record["segments"]:
-            self._segments.append(Segment(os.path.join(folder, own["name"]), base, own, opened))
-            base += own["documents"]
-        self.num_documents: int = base
+        self._segments = Segment.of_index(folder, record["segments"], opened := Opened())
+        self.num_documents = sum(segment.documents for segment in self._segments)
         self._bases = np.array([segment.base for segment in self._segments], np.int64)
         names = {stream["name"] for stream in record["streams"]}
         self.streams = tuple(

@@ -21,7 +21,6 @@ from quern.lineage.index.columns import I64
 from quern.lineage.limits import config_of, limits, rules_of
 from quern.lineage.store import IndexedRun, Stream
 from quern.storage.parquet import Table, open_table
-from quern.tokenize.encoding import load_encoding
 from quern.tokenize.selection.measures import rows_of
 from quern.train.history.consumers import read_consumers
 
@@ -322,7 +321,8 @@ def _text(
     """The text: decoded from its tokens; of a page without tokens, the one that is stored. ``same``: whether it is
     the text that was hashed when the page was judged; null where not all of it is here."""
     if span is not None and not span["purged"]:
-        origin, text, whole = "tokens", *_decode(lineage, span, chars)
+        stream = next(own for own in lineage.streams if own.name == span["stream"])
+        origin, text, whole = "tokens", *stream.text(span["stream_start"], span["length"] - 1, chars)
     elif span is None and stored is not None:
         origin, text, whole = "documents", stored[:chars], chars is None or len(stored) <= chars
     else:
@@ -342,16 +342,6 @@ def _why_no_text(row: Mapping[str, Any], span: Mapping[str, Any] | None) -> str:
     if row["post_filter_hash"] is None:
         return "no text is stored: the page was dropped before the quality gate, or quarantined"
     return "its text is not stored any more"
-
-
-def _decode(lineage: IndexedRun, span: Mapping[str, Any], chars: int | None) -> tuple[str, bool]:
-    """Up to ``chars`` characters of a span's text, and whether that is all of it."""
-    stream = next(own for own in lineage.streams if own.name == span["stream"])
-    start, length = span["stream_start"], span["length"] - 1
-    taken = length if chars is None else min(length, 4 * chars)  # a token is at least a byte, a character at most four
-    encoding = load_encoding(stream.reader.encoding, stream.reader.ranks_path)
-    text = encoding.decode(stream.reader.tokens(start, start + taken))
-    return text[:chars], taken == length and (chars is None or len(text) <= chars)
 
 
 def _stored_text(run: str, row: Mapping[str, Any]) -> str | None:

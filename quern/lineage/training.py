@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quern import storage
 from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.lineage.attempts import Attempt, SeenCheckpoint, Stretch
+from quern.lineage.index.columns import I64
 from quern.mixtures.order import Order
 from quern.parallel.planning.context import Context
 from quern.tokenize.selection.chosen import CHOSEN, Chosen, Identity
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempt", "SeenCheckpoint", "Stretch", "TrainingRun"]
 
-I64 = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class TrainingRun:
@@ -87,6 +87,13 @@ class TrainingRun:
         from quern.train.config import TrainConfig
 
         return load_config(os.path.join(self.path, CONFIG_FILE), TrainConfig)
+
+    def of_config(self, read: Callable[[TrainConfig], T], otherwise: T) -> T:
+        """What the config says; ``otherwise`` where it is missing or damaged."""
+        try:
+            return read(self.config)
+        except InputError:
+            return otherwise
 
     @property
     def of_other_trainer(self) -> bool:
@@ -170,9 +177,9 @@ class TrainingRun:
             yield Attempt(
                 number=number, kind=entry["kind"], step=entry["step"], data_step=entry["data_step"],
                 order=entry["order"], stop=stop, ended=ended, line=line, skipped=np.array(skipped, np.int64),
-                paths=_texts(entry.get("paths")), versions=_numbers(entry.get("versions")),
+                paths=_those(str, entry.get("paths")), versions=_those(int, entry.get("versions")),
                 dp=_positive(entry.get("dp")), micro_batch=_positive(entry.get("micro_batch")),
-                document_mask=self._document_mask(entry), wheres=_texts(entry.get("wheres")),
+                document_mask=self._document_mask(entry), wheres=_those(str, entry.get("wheres")),
                 context=Context.from_dict(entry.get("cp")),
             )  # fmt: skip
 
@@ -214,18 +221,22 @@ class TrainingRun:
         chosen = self._chosen[identity]
         return replace(stream, identity=identity, total_tokens=chosen.tokens, chosen=chosen)
 
+    @cached_property
+    def identities(self) -> list[str]:
+        """The sources of any attempt's order, each once."""
+        return list(dict.fromkeys(ident for attempt in self.attempts for ident in self.order_of(attempt).ids))
+
     def identities_of(self, stream: str) -> list[str]:
         """The sources of any attempt's order that read from the stream of this identity: all of it, or documents that a
         condition has chosen."""
-        every = dict.fromkeys(ident for attempt in self.attempts for ident in self.order_of(attempt).ids)
-        return [ident for ident in every if Identity(ident).stream == stream]
+        return [ident for ident in self.identities if Identity(ident).stream == stream]
 
     def lineages(self) -> list[IndexedRun]:
         """The data runs that the sources of any attempt's order are in, each once; those that cannot be opened are left
         out (:meth:`unknown` names them). One whose sources were all rewritten is among them: it knows its documents."""
         found: dict[int, IndexedRun] = {}
         gone: list[str] = []
-        for identity in dict.fromkeys(ident for own in self.attempts for ident in self.order_of(own).ids):
+        for identity in self.identities:
             try:
                 lineage, _ = self.find_stream(identity)
             except InputError:
@@ -255,8 +266,7 @@ class TrainingRun:
 
     def data_folders(self) -> list[str]:
         """Where the data runs of any attempt's sources may be, the likeliest first of each source."""
-        identities = dict.fromkeys(ident for own in self.attempts for ident in self.order_of(own).ids)
-        paths = (path for identity in identities for path in self._candidates(identity))
+        paths = (path for identity in self.identities for path in self._candidates(identity))
         return list(dict.fromkeys(os.path.dirname(os.path.dirname(path)) for path in paths))
 
     def _opened(self, identity: str) -> Iterator[IndexedRun | str]:
@@ -277,10 +287,7 @@ class TrainingRun:
         path = sources.get(identity) if isinstance(sources, dict) else None
         given = [path] if isinstance(path, str) else []
         name = Identity(identity).stream.split("/")[-2] if identity.count("/") > 1 else ""
-        try:
-            paths = [source.path for source in self.config.data]
-        except InputError:
-            paths = []
+        paths = self.of_config(lambda config: [source.path for source in config.data], list[str]())
         return given + [path for path in paths if os.path.basename(os.path.normpath(path)) == name]
 
     def _open(self, run: str) -> IndexedRun | str:
@@ -350,13 +357,9 @@ class TrainingRun:
         return np.flatnonzero(data == ord("\n"))[: len(self.entries)].astype(np.int64) + 1
 
 
-def _texts(value: object) -> dict[str, str]:
-    """The texts of a mapping; a ledger of another version may hold anything."""
-    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
-
-
-def _numbers(value: object) -> dict[str, int]:
-    return {k: v for k, v in value.items() if type(v) is int} if isinstance(value, dict) else {}
+def _those(kind: type[T], value: object) -> dict[str, T]:
+    """Those of a kind in a mapping; a ledger of another version may hold anything."""
+    return {k: v for k, v in value.items() if type(v) is kind} if isinstance(value, dict) else {}
 
 
 def _positive(value: object) -> int | None:

@@ -30,6 +30,7 @@ from quern.remote.reader import open_object
 __all__ = [
     "ChangedError",
     "FullError",
+    "absolute",
     "around_waits",
     "check_guards",
     "create_bytes",
@@ -101,6 +102,11 @@ def is_local(path: str) -> bool:
     return isinstance(split(path)[0], LocalFileSystem)
 
 
+def absolute(path: str) -> str:
+    """``path`` as it is found from any working folder: absolute where it is local."""
+    return os.path.abspath(split(path)[1]) if is_local(path) else path
+
+
 def join(base: str, *parts: str) -> str:
     """``base`` with ``parts`` below it, POSIX style, on any store."""
     return posixpath.join(base, *parts)
@@ -108,21 +114,16 @@ def join(base: str, *parts: str) -> str:
 
 def exists(path: str) -> bool:
     """Whether a file or folder is there."""
-    store = _store(path)
-    if store is not None:
+    if (store := _store(path)) is not None:
         return store.stat(path) is not None or store.has_folder(path)
-    fs, inner = split(path)
-    return bool(fs.exists(inner))
+    return os.path.exists(split(path)[1])
 
 
 def is_file(path: str) -> bool:
     """Whether a file is there; a text that is no path at all is none."""
     try:
         store = _store(path)
-        if store is not None:
-            return store.stat(path) is not None
-        fs, inner = split(path)
-        return bool(fs.isfile(inner))
+        return os.path.isfile(split(path)[1]) if store is None else store.stat(path) is not None
     except (InputError, OSError, ValueError):
         return False
 
@@ -130,10 +131,7 @@ def is_file(path: str) -> bool:
 def is_folder(path: str) -> bool:
     """Whether a folder is there; on an object store: whether anything is below it."""
     store = _store(path)
-    if store is not None:
-        return store.has_folder(path)
-    fs, inner = split(path)
-    return bool(fs.isdir(inner))
+    return os.path.isdir(split(path)[1]) if store is None else store.has_folder(path)
 
 
 def glob(pattern: str) -> list[str]:
@@ -170,8 +168,7 @@ def open_read(path: str, fingerprint: str | None = None) -> IO[bytes]:
     store = _store(path)
     if store is not None:
         return open_object(store, path, fingerprint)
-    fs, inner = split(path)
-    return fs.open(inner, "rb")
+    return open(split(path)[1], "rb")
 
 
 def read_bytes(path: str) -> bytes:
@@ -358,12 +355,11 @@ def _described(path: str, known: dict[str, Info]) -> tuple[int, str]:
             raise InputError(f"{path}: no such file")
         info = known[path]
         return info.size, info.fingerprint
-    fs, inner = split(path)
     try:
-        found = fs.info(inner)
+        found = os.stat(split(path)[1])
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    return int(found.get("size") or 0), f"{found.get('size')}:{found.get('mtime') or ''}"
+    return found.st_size, f"{found.st_size}:{found.st_mtime or ''}"
 
 
 def remove(path: str) -> None:

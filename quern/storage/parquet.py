@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError, QuernError, one_line
 
-__all__ = ["Table", "TableWriter", "null_count", "open_table", "read_batches", "read_table", "require_columns",
-           "table_in"]  # fmt: skip
+__all__ = ["Table", "TableWriter", "null_count", "open_table", "publish_table", "read_batches", "read_table",
+           "require_columns", "table_in"]  # fmt: skip
 
 
 #: What no reading ends with: the block that reads a table writes another file.
@@ -111,9 +111,23 @@ def read_table(path: str, columns: Sequence[str] | None = None, **options: Any) 
         return table.read(columns)
 
 
-def table_in(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows of the table in a file's bytes. Its errors are Arrow's."""
-    return Table(io.BytesIO(data), pre_buffer=False).read(columns)
+def table_in(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
+    """All rows of the table in a file's bytes, with the columns of ``schema`` (None: as they are).
+
+    Raises:
+        InputError: it is no such table; the error has no name of a file.
+    """
+    try:
+        table = Table(io.BytesIO(data), pre_buffer=False).read()
+        return table if schema is None else table.select(schema.names).cast(schema)
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise InputError(one_line(error, 120)) from None
+
+
+def publish_table(path: str, table: pa.Table, **options: Any) -> None:
+    """Write a table to a file, atomically; ``options``: of :func:`pyarrow.parquet.write_table`."""
+    with storage.publish(path) as file:
+        pq.write_table(table, file, compression="zstd", **options)
 
 
 class TableWriter:

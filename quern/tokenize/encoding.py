@@ -13,6 +13,7 @@ import hashlib
 import threading
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -131,6 +132,14 @@ class Encoding:
 
     def __reduce__(self) -> tuple[Callable[..., Encoding], tuple[str, str | None]]:
         return load_encoding, (self.name, self.ranks_path)
+
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes of each id from 0 to ``vocab_size - 1``; None of one that the encoding leaves out."""
+        found: list[bytes | None] = [None] * self.vocab_size
+        for token in range(self.vocab_size):
+            with suppress(KeyError):
+                found[token] = self.core.decode_single_token_bytes(token)
+        return found
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of ``text`` as a 1-d array of :attr:`dtype`, without EOT.

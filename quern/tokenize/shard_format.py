@@ -77,15 +77,10 @@ class ShardInfo:
 
 def version_entry(folder: str, manifest: str, manifest_sha256: str, shards: Iterable[ShardInfo]) -> dict[str, Any]:
     """What VERSION.json says of one source; paths are below ``tokens/``."""
-    entries = [
-        {
-            "bin": f"{folder}/{shard.bin}",
-            "sha256": shard.sha256,
-            "spans": f"{folder}/{shard.spans}",
-            "spans_sha256": shard.spans_sha256,
-            "tokens": shard.tokens,
-            "documents": shard.documents,
-        }
+    kept = ("sha256", "spans_sha256", "tokens", "documents")
+    entries: list[dict[str, Any]] = [
+        {name: f"{folder}/{getattr(shard, name)}" for name in ("bin", "spans")}
+        | {name: getattr(shard, name) for name in kept}
         for shard in shards
     ]
     return {
@@ -142,14 +137,10 @@ def spans_file(doc_ids: bytes, lengths: np.ndarray, purged: np.ndarray) -> bytes
 
 
 class ShardWriter:
-    """Writes one shard; its files appear whole at :meth:`finish`, or not at all.
+    """Writes one shard of version 1; its files appear whole at :meth:`finish`, or not at all."""
 
-    ``suffix`` is empty for version 1 and ``.v<V>`` for a shard of a later version.
-    """
-
-    def __init__(self, folder: str, number: int, dtype: str, *, suffix: str = "") -> None:
-        self.bin = f"{shard_name(number)}{suffix}.bin"
-        self.spans = f"{shard_name(number)}{suffix}.spans.parquet"
+    def __init__(self, folder: str, number: int, dtype: str) -> None:
+        self.bin, self.spans = f"{shard_name(number)}.bin", f"{shard_name(number)}.spans.parquet"
         self._folder = folder
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._hash = hashlib.sha256()

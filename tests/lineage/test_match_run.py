@@ -109,7 +109,7 @@ def test_least_coverage_fields_and_n(tmp_path: Path) -> None:
         match(run, path, min_coverage=float("nan"))
     (tmp_path / "none.jsonl").write_text(json.dumps({"text": " ".join(f"nowhere{i}" for i in range(20))}))
     empty = match(run, str(tmp_path / "none.jsonl"))
-    assert (len(empty), len(empty.items), empty.num_documents) == (0, 1, 0)
+    assert (len(empty), len(empty.items)) == (0, 1)
     empty.save(str(tmp_path / "empty.parquet"))
     assert len(Matches.load(str(tmp_path / "empty.parquet"))) == 0
 

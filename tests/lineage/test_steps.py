@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from quern.errors import InputError
-from quern.lineage.steps import losses_of, read_step
+from quern.lineage.forensics.file import losses_of
+from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
 from quern.parallel.context.inputs import Sharing
@@ -249,26 +250,41 @@ def test_losses_come_from_the_files_that_have_the_step(tmp_path: Path, data: Pat
     assert losses_of(made.run, read) == {}
     folder.mkdir()
     (folder / "step_00000003.json").write_text("{")
-    (folder / "step_00000002.json").write_text(json.dumps({"attempt": 0, "steps": [row_of(read, 9.0)]}))
-    (folder / "step_00000009.json").write_text(json.dumps({"attempt": 1, "steps": [row_of(read, 8.0)]}))
-    (folder / "notes.json").write_text(json.dumps({"attempt": 0, "steps": [row_of(read, 7.0)]}))
+    (folder / "step_00000002.json").write_text(whole(0, read, row_of(read, 9.0)))
+    (folder / "step_00000009.json").write_text(whole(1, read, row_of(read, 8.0)))
+    (folder / "notes.json").write_text(whole(0, read, row_of(read, 7.0)))
     assert losses_of(made.run, read) == {}
     other = SimpleNamespace(**vars(read) | {"windows_G": read.windows_G + 1})
-    (folder / "step_00000004.json").write_text(json.dumps({"attempt": 0, "steps": [row_of(other, 6.0)]}))
+    (folder / "step_00000004.json").write_text(whole(0, read, row_of(other, 6.0)))
     assert losses_of(made.run, read) == {}  # of other data than the order gives
     row = row_of(read, 1.5)
     row["sequences"]["loss"][4] = None
-    (folder / "step_00000005.attempt_2.json").write_text(json.dumps({"attempt": 0, "steps": [{"step": 2}, row]}))
+    (folder / "step_00000005.attempt_2.json").write_text(whole(0, read, {"step": 2}, row))
     assert losses_of(made.run, read) == {}  # a damaged one is none
-    (folder / "step_00000006.json").write_text(json.dumps({"attempt": 0, "steps": [row_of(read, 1, 2), row]}))
+    (folder / "step_00000006.json").write_text(whole(0, read, row_of(read, 1, 2), row))
     assert losses_of(made.run, read) == {place: None if place == 4 else 1.5 + place for place in range(24)}
 
 
+def whole(attempt: int, read: Any, *steps: dict[str, Any]) -> str:
+    """What the trainer writes down of a step, and of those before it."""
+    record = {
+        "kind": "forensics", "format": 1, "step": read.step, "attempt": attempt, "reasons": [], "decision": "continued",
+        "policy": {}, "layout": {"seq_len": read.seq_len}, "sources": list(read.identities), "parameters": {},
+        "steps": steps,
+    }  # fmt: skip
+    return json.dumps(record)
+
+
 def row_of(read: Any, loss: float, step: int | None = None) -> dict[str, Any]:
+    some = [1] * len(read.places_G)
     return {
-        "step": read.step if step is None else step, "data_step": read.data_step,
+        "step": read.step if step is None else step, "data_step": read.data_step, "layers": {},
+        "within": {"tokens": 1, "place": [], "loss": [], "targets": []},
+        **dict.fromkeys(("loss", "loss_z", "grad_norm", "grad_norm_z")),
+        **dict.fromkeys(("skipped", "non_finite", "loss_spike", "grad_norm_spike"), False),
         "sequences": {
             "place": read.places_G.tolist(), "source": read.sources_G.tolist(), "epoch": read.epochs_G.tolist(),
             "window": read.windows_G.tolist(), "loss": [loss + place for place in read.places_G.tolist()],
+            **dict.fromkeys(("dp_rank", "micro_batch", "row", "targets"), some), "finite": [True] * len(some),
         },
     }  # fmt: skip

@@ -277,16 +277,6 @@ def test_a_writer_refuses_lengths_that_are_not_those_of_the_tokens(tmp_path: Pat
         writer.add(b"x" * 16, np.array([2]), np.array([EOT], "uint16"))
 
 
-def test_a_later_version_writes_beside_the_first(tmp_path: Path) -> None:
-    with ShardWriter(str(tmp_path), 3, "uint16", suffix=".v2") as writer:
-        writer.add(b"x" * 16, np.array([2]), np.array([EOT, EOT], "uint16"), np.array([True]))
-        info = writer.finish(first_key=1, last_key=1)
-    assert (info.bin, info.spans) == ("shard_00003.v2.bin", "shard_00003.v2.spans.parquet")
-    assert pq.read_table(tmp_path / info.spans).to_pylist() == [
-        {"doc_id": b"x" * 16, "start": 0, "length": 2, "purged": True}
-    ]
-
-
 @pytest.mark.slow
 def test_reading_shards_needs_nothing_heavy(corpus: Callable[..., object]) -> None:
     program = (

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from quern.cli.open_run import open_training
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 
 __all__ = ["experts"]
@@ -24,10 +23,11 @@ def experts(
 ) -> None:
     """The experts that documents of a recorded step chose most in each layer, with the share of the document's tokens
     that chose them and, in brackets, that of all tokens of the batch."""
+    from quern.lineage.answers.opened import open_training_run
     from quern.lineage.forensics.experts import experts_of
 
     with json_stdout(json) as emit:
-        found = experts_of(open_training(train_run), step, doc, attempt)
+        found = experts_of(open_training_run(train_run), step, doc, attempt)
         emit(found)
         for row in () if json else found["documents"]:
             whose = "" if row["alone"] else "; counted with all of its sequence"

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.open_run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.words import counted
@@ -47,13 +46,10 @@ def exposure(
     if len(given) != 1:
         raise InputError(f"expected one of --url, --domain, --doc and --match, got {len(given)}")
     from quern.lineage.answers.exposure import exposure_answer
+    from quern.lineage.answers.opened import open_training_run
 
     with json_stdout(json) as emit:
-        run = open_training(train_run)
-        try:
-            answer = exposure_answer(run, **given, limit=limit, abandoned=all_, store=store)
-        except InputError as error:
-            raise InputError(plain_line(str(error))) from None  # it quotes what it was given
+        answer = exposure_answer(open_training_run(train_run), given, limit=limit, abandoned=all_, store=store)
         emit(answer)
         if not json:
             _print(answer)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.open_run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.words import counted
 
@@ -35,12 +34,13 @@ def forensics(
 
     Finds the documents of what the trainer wrote to TRAIN_RUN/forensics, and writes an HTML page beside it.
     """
+    from quern.lineage.answers.opened import open_training_run
     from quern.lineage.forensics.explain import explain
     from quern.lineage.forensics.page import render
     from quern.storage import publish_bytes
 
     with json_stdout(json) as emit:
-        run = open_training(train_run)
+        run = open_training_run(train_run)
         found = explain(run, step, attempt)
         path = html or f"{os.path.splitext(found['file'])[0]}.html"
         try:

@@ -55,12 +55,7 @@ def show(
         raise InputError("expected --shard and --token together; --source goes with them")
     with json_stdout(json) as emit:
         chars = None if full else TEXT_CHARS if json else _TEXT_CHARS
-        try:
-            answer = show_answer(
-                open_run(run), url=url, doc=doc, shard=shard, token=token, source=source, text_chars=chars
-            )
-        except InputError as error:
-            raise InputError(plain_line(str(error))) from None  # it quotes what it was given
+        answer = show_answer(open_run(run), url=url, doc=doc, shard=shard, token=token, source=source, text_chars=chars)
         emit(answer)
         if not json and answer["document"] is None:
             _print_several(table_console(), answer["found"], answer["documents"])

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.open_run import note
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, plain_line, reports_errors
-from quern.errors import InputError
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain_line, reports_errors
 from quern.lineage.sql.child import in_child
 from quern.lineage.sql.query import QueryResult, query
 from quern.storage.sql import default_memory
@@ -50,10 +49,7 @@ def sql(
     memory_bytes = default_memory() if memory_gb is None else int(memory_gb * 10**9)
     how: dict[str, Any] = {"limit": limit or None, "memory_bytes": memory_bytes, "threads": threads, "note": note}
     with json_stdout(json) as emit:
-        try:
-            found = in_child(partial(query, run, statement, **how), memory_bytes, threads or os.cpu_count() or 1)
-        except InputError as error:
-            raise InputError(plain(str(error))) from None  # it quotes what it was given
+        found = in_child(partial(query, run, statement, **how), memory_bytes, threads or os.cpu_count() or 1)
         if json:
             emit(_document(found))
             return

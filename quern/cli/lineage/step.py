@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.open_run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.words import counted
 
@@ -33,10 +32,11 @@ def step(
     """The documents of the batch that TRAIN_RUN read at STEP, sequence by sequence: where each stands in the global
     batch, who computed it, and which positions of it are input and target of which document. By default of the branch
     that the weights are on."""
+    from quern.lineage.answers.opened import open_training_run
     from quern.lineage.answers.step import step_answer
 
     with json_stdout(json) as emit:
-        run = open_training(train_run)
+        run = open_training_run(train_run)
         answer = step_answer(run, number, rank=rank, attempt=attempt)
         if json:
             emit(answer | {"sequences": list(answer["sequences"])})

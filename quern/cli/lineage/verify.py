@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from quern import storage
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.errors import InputError
 from quern.words import counted
+
+if TYPE_CHECKING:
+    from quern.lineage.purge.proof.verify import Proof
 
 __all__ = ["verify"]
 
@@ -59,9 +63,7 @@ def verify(
     if sign and key is None:
         raise InputError("--sign: expected a key, with --audit-key FILE")
     with json_stdout(json) as emit:
-        recovered = None
-        if is_complete(run) and _is_writable(run):
-            recovered = recover(run)
+        recovered = recover(run) if is_complete(run) and _is_writable(run) else None
         if recovered is not None:
             err_console().print(plain(f"{run}: {recovered}"), markup=False)
         last = audit.last_entry(run) if sign else None
@@ -91,12 +93,7 @@ def _is_writable(run: str) -> bool:
     return not storage.is_local(run) or os.access(storage.split(run)[1], os.W_OK)
 
 
-def _print(proof: object) -> None:
-    from rich.table import Table
-
-    from quern.lineage.purge.proof.verify import Proof
-
-    assert isinstance(proof, Proof)
+def _print(proof: Proof) -> None:
     console = out_console()
     table = Table("", "holds", "claim", "looked at", box=None, pad_edge=False)
     for check in proof.checks:

@@ -28,11 +28,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command()
 @reports_errors
 def show(

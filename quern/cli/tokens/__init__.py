@@ -18,11 +18,6 @@ app.command("export")(export)
 app.command("import")(import_)
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command()
 @reports_errors
 def inspect(

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from quern.cli.open_run import open_training
 from quern.cli.output import plain_line
 from quern.errors import QuernError
 from quern.safe_path import module
@@ -43,11 +42,12 @@ def supervise(
 
 def _what_was_read(run_dir: str, step: int) -> str:
     """The documents of a step, as far as they can be known."""
+    from quern.lineage.answers.opened import open_training_run
     from quern.lineage.answers.step import step_answer
 
     command = f"quern lineage step {run_dir} {step}"
     try:
-        run = open_training(run_dir)
+        run = open_training_run(run_dir)
         newest = len(run.attempts) - 1
         command += f" --attempt {newest}"  # no ledger proves that it got to the step
         rows = list(step_answer(run, step, attempt=newest)["sequences"])

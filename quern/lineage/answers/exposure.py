@@ -25,40 +25,32 @@ Row = dict[str, Any]
 
 
 def exposure_answer(
-    run: TrainingRun,
-    *,
-    url: str | None = None,
-    domain: str | None = None,
-    doc: str | None = None,
-    match: str | None = None,
-    limit: int | None = None,
-    abandoned: bool = False,
-    store: bool = False,
+    run: TrainingRun, asked: Mapping[str, str | None], *, limit: int | None, abandoned: bool, store: bool
 ) -> Row:
     """Every step of ``run`` whose batch held a token of the documents, checkpoints that have seen them, and the last
     clean one.
 
-    One of ``url``, ``domain``, ``doc`` (32 hex digits) and ``match`` (a benchmark, or a saved result of a match) says
-    which documents. ``limit``: exposures listed one by one in ``rows`` (None: all); counts and steps are of all.
-    ``abandoned``: ``rows`` has those of branches that the run has left too. ``store``: also checkpoints that only the
-    run's store has.
+    ``asked``: one of ``url``, ``domain``, ``doc`` (32 hex digits) and ``match`` (a benchmark, or a saved result of a
+    match), which says which documents. ``limit``: exposures listed one by one in ``rows`` (None: all); counts and steps
+    are of all. ``abandoned``: ``rows`` has those of branches that the run has left too. ``store``: also checkpoints
+    that only the run's store has.
 
     Raises:
         InputError: none or several of the four are given, or no document is meant.
     """
-    named = {"url": url, "domain": domain, "doc": doc, "match": match}
-    given = {name: text for name, text in named.items() if text}
+    given = {name: text for name, text in asked.items() if text}
     if len(given) != 1:
         raise InputError(f"expected one of url, domain, doc and match, got {len(given)}")
     unknown = run.unknown()
     selections = _selections(run, given, unknown)
     tally = Tally(run)
     kept = _first_rows(walk(run, selections, tally), limit, abandoned)
-    asked = {own.lineage.run: own.lineage.documents(own.documents).doc_ids for own in selections} if unknown else {}
-    told = settle(tally, unknown, {data_run: b"".join(doc_ids) for data_run, doc_ids in asked.items()})
+    wanted = {own.lineage.run: own.lineage.documents(own.documents).doc_ids for own in selections} if unknown else {}
+    told = settle(tally, unknown, {data_run: b"".join(doc_ids) for data_run, doc_ids in wanted.items()})
     answer = _answer(run, given, tally, clean(run, tally, store=store), unknown)
-    answer |= {"limit": limit, "rows": _rows(run, selections, kept), "rows_left_out": _left_out(tally, kept, abandoned)}
-    return {**answer, "audit": told}
+    left_out = tally.surviving + (tally.abandoned if abandoned else 0) - len(kept)
+    rows = _rows(run, selections, kept)
+    return {**answer, "limit": limit, "rows": rows, "rows_left_out": left_out, "audit": told}
 
 
 def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, str]) -> list[Selection]:
@@ -119,10 +111,6 @@ def _first_rows(blocks: Iterable[Exposures], limit: int | None, abandoned: bool)
             held = [kept.take(range(min(limit, len(kept))))]
     kept = Exposures.join(held)
     return kept if limit is None else kept.take(range(min(limit, len(kept))))
-
-
-def _left_out(tally: Tally, kept: Exposures, abandoned: bool) -> int:
-    return tally.surviving + (tally.abandoned if abandoned else 0) - len(kept)
 
 
 def _rows(run: TrainingRun, selections: Sequence[Selection], kept: Exposures) -> list[Row]:

@@ -140,10 +140,8 @@ class Lineage:
 
         ``limit``: at most so many rows (None: all). ``abandoned``: also rows of branches that the run has left.
         ``store``: also checkpoints that only the run's store has."""
-        path = None if match is None else os.fspath(match)
-        answer = exposure_answer(
-            self._training, url=url, domain=domain, doc=doc, match=path, limit=limit, abandoned=abandoned, store=store
-        )
+        asked = {"url": url, "domain": domain, "doc": doc, "match": None if match is None else os.fspath(match)}
+        answer = exposure_answer(self._training, asked, limit=limit, abandoned=abandoned, store=store)
         return answer | {"rows": pa.Table.from_pylist(answer["rows"], schema=_EXPOSURES)}
 
     def step(self, step: int, *, rank: int | None = None, attempt: int | None = None) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from quern.lineage.answers.exposure import positions
-from quern.lineage.steps import StepRead, losses_of, read_step
+from quern.lineage.forensics.file import losses_of
+from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
 __all__ = ["step_answer"]

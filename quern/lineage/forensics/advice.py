@@ -26,6 +26,8 @@ def commands(
 ) -> list[dict[str, str]]:
     """What can be done about it. ``named``: data run and doc_id of the documents that are, or may be, its cause;
     ``kind``: of the cause."""
+    from quern.train.config import GuardConfig
+
     found: list[dict[str, str]] = []
 
     def propose(what: str, command: str) -> None:
@@ -45,7 +47,8 @@ def commands(
                 f"{last.data_step + 1 - skip} to {last.data_step}",
                 f"quern train {config} resume.step={newest.step} data_skip={skip}",
             )
-    good = last_good(run.entries, [seen.step for seen in usable], _health_window(run)) if read.surviving else None
+    window = run.of_config(lambda config: config.guard, GuardConfig()).health_window
+    good = last_good(run.entries, [seen.step for seen in usable], window) if read.surviving else None
     if good is not None and good != usable[-1].step:
         propose(
             f"go back to the last good checkpoint, after {good} steps, where the newest may be spoilt too",
@@ -72,12 +75,3 @@ def commands(
                 propose(f"from now on leave weights alone {where}", f"quern train {config} guard.{key}=skip")
     propose("every sequence of the step", f"quern lineage step {folder} {last.step} --attempt {record.attempt}")
     return found
-
-
-def _health_window(run: TrainingRun) -> int:
-    from quern.train.config import GuardConfig
-
-    try:
-        return run.config.guard.health_window
-    except InputError:
-        return GuardConfig().health_window

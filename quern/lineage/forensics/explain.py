@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quern.errors import InputError, QuernError
 from quern.lineage.forensics.advice import commands
 from quern.lineage.forensics.cause import OUT, Cause, Key, Part, find_cause, findings
-from quern.lineage.forensics.file import StepRecord, read_record
+from quern.lineage.forensics.file import COLUMNS, StepRecord, read_record
 from quern.lineage.steps import StepRead, inputs_of, read_step
 from quern.lineage.training import TrainingRun
 
@@ -98,6 +98,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
     broad = cause.kind in ("step", "unclear")
     before = _ranked(held[-2], usual) if broad and len(held) > 1 else []
     unknown = {read.identities[source]: why for read in reads for source, why in read.unknown.items()}
+    largest = sorted(record.parameters.items(), key=lambda item: -np.inf if item[1] is None else -item[1])
     found = {
         "file": record.path, "step": last.step, "data_step": last.data_step, "attempt": record.attempt,
         "surviving": reads[-1].surviving, "reasons": record.reasons, "decision": record.decision,
@@ -105,7 +106,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
         "first_non_finite": record.first and _first(record.first, reads[-1]),
         "steps": [_step_row(own, usual) for own in steps],
         "layers": _layers(steps),
-        "parameters": dict(sorted(record.parameters.items(), key=lambda item: -_sortable(item[1]))[:10]),
+        "parameters": dict(largest[:10]),
         "sources": _sources(last, usual, excess_S, record.sources),
         "sequences": _sequences(last, z_S, excess_S, ranked, record.sources),
         "documents": [_document_row(z, own, usual, held, steps, cause) for z, own in shown],
@@ -295,20 +296,14 @@ def _repeats(
 def _text(own: _Document) -> tuple[str | None, bool]:
     """The beginning of what the model read, and whether that is all; None where it was purged since, or the encoding
     cannot be had."""
-    from quern.tokenize.encoding import load_encoding
-
-    length = own.length - 1
-    taken = min(length, 4 * TEXT_CHARS)  # a token is at least a byte, a character at most four
-    reader = own.stream.reader
+    length, reader = own.length - 1, own.stream.reader
     try:
-        encoding = load_encoding(reader.encoding, reader.ranks_path)
-        tokens = reader.tokens(own.start, own.start + taken)
-        if taken and (tokens == reader.eot_id).all():
+        tokens = reader.tokens(own.start, own.start + min(length, 4 * TEXT_CHARS))
+        if len(tokens) and (tokens == reader.eot_id).all():
             return None, False
-        text = encoding.decode(tokens)
+        return own.stream.text(own.start, length, TEXT_CHARS)
     except (QuernError, KeyError):
         return None, False
-    return text[:TEXT_CHARS], taken == length and len(text) <= TEXT_CHARS
 
 
 # ---- rows
@@ -362,9 +357,8 @@ def _sequences(
         for place in own.places:
             by_place.setdefault(place, []).append(own)
     rows = []
-    names = ("place", "dp_rank", "micro_batch", "row", "source", "epoch", "window", "targets")
     for s in np.argsort(-z_S, kind="stable")[:NUM_SEQUENCES].tolist():
-        values = {name: int(last.column(name)[s]) for name in names}
+        values = {name: int(last.column(name)[s]) for name in COLUMNS}
         held = list({document.key: document for document in by_place.get(values["place"], [])}.values())
         rows.append(
             {
@@ -388,7 +382,3 @@ def _named(own: _Document) -> tuple[DocumentIdentities, str | None]:
 
 def _finite(value: float | None) -> float | None:
     return float(value) if value is not None and np.isfinite(value) else None
-
-
-def _sortable(value: float | None) -> float:
-    return np.inf if value is None else value

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,17 @@ from numpy.typing import NDArray
 from quern import storage
 from quern.errors import InputError
 
-__all__ = ["FOLDER", "Chosen", "ForensicsRecord", "StepRecord", "read_record"]
+if TYPE_CHECKING:
+    from quern.lineage.steps import StepRead
+    from quern.lineage.training import TrainingRun
+
+__all__ = ["COLUMNS", "FOLDER", "Chosen", "ForensicsRecord", "StepRecord", "losses_of", "read_record"]
 
 FOLDER = "forensics"
 FORMAT = 1
 
 _NAME = re.compile(r"step_(\d{8,})(?:\.attempt_(\d+))?\.json")
-_COLUMNS = ("place", "dp_rank", "micro_batch", "row", "source", "epoch", "window", "targets")
+COLUMNS = ("place", "dp_rank", "micro_batch", "row", "source", "epoch", "window", "targets")
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,12 @@ class StepRecord:
         return {name: value for name, value in self.raw.items() if value is None or isinstance(value, int | float)}
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """One of :data:`_COLUMNS`."""
+        """One of :data:`COLUMNS`."""
         return self._arrays[name]
 
     @cached_property
     def _arrays(self) -> dict[str, NDArray[np.int64]]:
-        return {name: np.array(self.raw["sequences"][name], np.int64).reshape(-1) for name in _COLUMNS}
+        return {name: np.array(self.raw["sequences"][name], np.int64).reshape(-1) for name in COLUMNS}
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:
@@ -144,6 +148,31 @@ class ForensicsRecord:
     """Where what is not finite came first; None where that was not looked for."""
 
 
+def losses_of(run: TrainingRun, read: StepRead) -> dict[int, float | None]:
+    """Place in the global batch → loss of the sequence in nats a target (None: not finite, or no targets), where a file
+    has them for this step of this attempt; empty where nobody looked, or the file is damaged or of other data."""
+    samples = zip(read.sources_G.tolist(), read.epochs_G.tolist(), read.windows_G.tolist(), strict=True)
+    known = dict(zip(read.places_G.tolist(), samples, strict=True))
+    folder = os.path.join(run.folder_of(read.attempt), FOLDER)
+    for match in _names(folder):
+        if int(match[1]) < read.step:  # a file looks back from the step it is named by
+            continue
+        try:
+            record = _read(os.path.join(folder, match[0]))
+        except InputError:
+            continue
+        for own in record.steps if record.attempt == read.attempt.number else ():
+            if (own.step, own.data_step) == (read.step, read.data_step):
+                columns = [own.column(name).tolist() for name in ("place", "source", "epoch", "window")]
+                rows = zip(*columns, own.losses.tolist(), strict=True)
+                found = {
+                    row[0]: None if np.isnan(row[-1]) else row[-1] for row in rows if known.get(row[0]) == row[1:4]
+                }
+                if found:
+                    return found
+    return {}
+
+
 def read_record(run: str, step: int, attempt: int | None = None) -> ForensicsRecord:
     """The file of a step; of several attempts', the newest, or ``attempt``'s.
 
@@ -151,10 +180,7 @@ def read_record(run: str, step: int, attempt: int | None = None) -> ForensicsRec
         InputError: there is none (which there are is said), or it is damaged.
     """
     folder = os.path.join(run, FOLDER)
-    try:
-        names = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
-    except OSError:
-        names = []
+    names = _names(folder)
     paths = sorted((match for match in names if int(match[1]) == step), key=lambda match: int(match[2] or -1))
     records = [_read(os.path.join(folder, match[0])) for match in paths]
     fitting = [record for record in records if attempt is None or record.attempt == attempt]
@@ -171,6 +197,14 @@ def read_record(run: str, step: int, attempt: int | None = None) -> ForensicsRec
         f"{folder}: nothing is written down of step {step}: {told}. A spike, a step that is not finite, "
         "forensics.steps and SIGUSR1 write one"
     )
+
+
+def _names(folder: str) -> list[re.Match[str]]:
+    """The names of the files in a folder, sorted, with step and attempt; none where it is not there."""
+    try:
+        return [match for name in sorted(os.listdir(folder)) if (match := _NAME.fullmatch(name))]
+    except OSError:
+        return []
 
 
 def _read(path: str) -> ForensicsRecord:
@@ -208,7 +242,7 @@ def _read(path: str) -> ForensicsRecord:
 def _check(own: StepRecord, num_sources: int) -> None:
     """Everything that is looked at later is there, and fits together."""
     num = len(own.column("place"))
-    sizes = {name: len(own.column(name)) for name in _COLUMNS} | {"loss": len(own.losses), "finite": len(own.finite)}
+    sizes = {name: len(own.column(name)) for name in COLUMNS} | {"loss": len(own.losses), "finite": len(own.finite)}
     for name, size in sizes.items():
         if size != num:
             raise ValueError(f"step {own.step}: sequences.{name}: expected {num} values, got {size}")

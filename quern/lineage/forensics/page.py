@@ -26,23 +26,19 @@ def render(found: Mapping[str, Any], run: str) -> str:
         ("next", "What to do", _commands(found)),
     ]
     name = run.rstrip("/").rpartition("/")[2]
+    layout = _pairs({name: value for name, value in found["layout"].items() if value != 1})
     return html.frame(
         title=f"quern · {name} · step {found['step']}",
         kicker=f"quern · training run {show(name, 80)}",
         headline=_headline(found),
         tiles=_tiles(found),
         sections=sections,
-        footer=f"<p>{show(found['file'])}</p><p>Layout {_layout(found)} · policy {_pairs(found['policy'])}</p>",
+        footer=f"<p>{show(found['file'])}</p><p>Layout {layout} · policy {_pairs(found['policy'])}</p>",
     )
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{show(name)} {show(value)}" for name, value in values.items())
-
-
-def _layout(found: Mapping[str, Any]) -> str:
-    shown = {name: value for name, value in found["layout"].items() if value != 1}
-    return _pairs(shown)
 
 
 def _number(value: float | None, digits: int = 4) -> str:
@@ -114,16 +110,16 @@ def _documents(found: Mapping[str, Any]) -> str:
         '<p class="lead">By how far the loss of a document’s own targets in this step is above what is usual for its '
         "source, in spreads of that (z), long documents before short ones with the same loss.</p>"
     )
-    body = "".join(_document(number, row, found) for number, row in enumerate(found["documents"], 1))
+    body = "".join(_document(number, row) for number, row in enumerate(found["documents"], 1))
     if found["documents_before"]:
         body += "<h3>Of the step before, whose update made these weights</h3>"
-        body += "".join(_document(number, row, found) for number, row in enumerate(found["documents_before"], 1))
+        body += "".join(_document(number, row) for number, row in enumerate(found["documents_before"], 1))
     for why in found["unknown"].values():
         body += f'<p class="alarm">Not resolved: {show(why)}</p>'
     return lead + f'<div class="samples">{body}</div>'
 
 
-def _document(number: int, row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def _document(number: int, row: Mapping[str, Any]) -> str:
     share = "" if row["share"] is None else f" · {percent(row['share'], 1)} of the loss above the usual"
     z = "" if row["z"] is None else f" · z {num(row['z'], 1)}"
     by = "" if row["by"] == "its own targets" else " (by its sequences’ loss: where in them is not known)"

@@ -175,8 +175,12 @@ def _read(state: State, folder: str) -> dict[str, Any] | None:
     record = read_sealed(os.path.join(folder, INDEX))
     if record is None or record["state"] != state.digest:
         return None
-    names = [record["spans"], record["duplicates"], *(segment["name"] for segment in record["segments"])]
-    return record if all(os.path.isdir(os.path.join(folder, name)) for name in names) else None
+    return record if all(os.path.isdir(os.path.join(folder, name)) for name in _parts(record)) else None
+
+
+def _parts(record: dict[str, Any]) -> set[str]:
+    """The folders that an index consists of."""
+    return {record["spans"], record["duplicates"], *(segment["name"] for segment in record["segments"])}
 
 
 def _build(state: State, folder: str, segment_documents: int) -> Built:
@@ -194,9 +198,8 @@ def _build(state: State, folder: str, segment_documents: int) -> Built:
             write_sealed(os.path.join(folder, INDEX), record)
         finally:
             builder.clean()
-        keep = {record["spans"], record["duplicates"], *(segment["name"] for segment in record["segments"])}
         for name in os.listdir(folder):
-            if _OURS.fullmatch(name) and name not in keep:
+            if _OURS.fullmatch(name) and name not in _parts(record):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
     return Built(record, True, builder.segments_written, folder)
 
@@ -217,13 +220,11 @@ class _Builder:
         """Write every part that is missing; return the record of the index."""
         print(f"building the lineage index of {self.state.run}", file=sys.stderr)
         records = self._segments(segment_documents)
-        segments, base, opened = [], 0, Opened()
-        for record in records:
-            segments.append(Segment(os.path.join(self.folder, record["name"]), base, record, opened))
-            base += record["documents"]
+        segments = Segment.of_index(self.folder, records, Opened())
         readers, since = self._readers()
         names = [record["name"] for record in records]
         bases = [segment.base for segment in segments]
+        tables, num_documents = os.path.join(self.state.run, "duplicates"), sum(own.documents for own in segments)
         spans, _ = self._part(
             "spans",
             [self.state.version_sha256, self.state.changes, names],
@@ -233,7 +234,7 @@ class _Builder:
         duplicates, _ = self._part(
             "duplicates",
             [self.state.duplicates, names],
-            lambda path: self._write_duplicates(path, segments, base),
+            lambda path: write_duplicates(path, self._scratch("duplicates"), tables, segments, num_documents),
             lambda path, record: Duplicates(path).check(),
         )
         return {
@@ -252,10 +253,6 @@ class _Builder:
         path = os.path.join(self._temporary, f"{name}.scratch")
         os.makedirs(path)
         return path
-
-    def _write_duplicates(self, path: str, segments: Sequence[Segment], num_documents: int) -> None:
-        tables = os.path.join(self.state.run, "duplicates")
-        write_duplicates(path, self._scratch("duplicates"), tables, segments, num_documents)
 
     def _readers(self) -> tuple[list[ShardReader], list[int]]:
         """The tokens of every stream, and the corpus version since which they stand where they do."""

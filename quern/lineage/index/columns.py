@@ -18,9 +18,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from quern.errors import QuernError
 
-__all__ = ["BLOCK_BYTES", "I64", "Column", "ColumnWriter", "DamagedIndexError", "not_opened", "write_column"]
+__all__ = ["BLOCK_BYTES", "I64", "Bools", "Column", "ColumnWriter", "DamagedIndexError", "not_opened", "write_column"]
 
 I64 = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 BLOCK_BYTES = 1 << 12
 _MAGIC = b"quernco1"

@@ -68,10 +68,6 @@ class Redecided:
         """Whether the document's row of ``duplicates/decisions.parquet``, or that it has none, holds no longer."""
         return doc_id in self._rows
 
-    def version(self, doc_id: bytes) -> int:
-        """The version that decided about a document that is ``in`` this."""
-        return int(self._rows[doc_id]["version"])
-
     def decision(self, doc_id: bytes) -> dict[str, Any] | None:
         """The decision (``DECISION_SCHEMA``) that removes a document that is ``in`` this; None: it is kept."""
         row = self._rows[doc_id]

@@ -95,7 +95,8 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
             text that is not UTF-8, a time beyond the year 9999.
     """
     with open_table(path) as table:
-        numbers = [field.name for field in table.schema_arrow if _is_number(field.type)]
+        kinds = {own.name: own.type for own in table.schema_arrow}
+        numbers = [n for n, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
         wanted = list(dict.fromkeys([*schema.names, *numbers]))
         require_columns(path, table.schema_arrow.names, wanted)
         if row >= table.metadata.num_rows:
@@ -137,10 +138,6 @@ def _read_rows(table: Table, rows: I64, columns: Sequence[str]) -> Iterator[tupl
     for group in np.unique(groups).tolist():
         mine = np.flatnonzero(groups == group)
         yield mine, table.read_row_group(group, columns).take(rows[mine] - edges[group])
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
 
 class _Pairs:

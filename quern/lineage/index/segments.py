@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -201,6 +201,15 @@ class Segment:
         self.documents: int = record["documents"]
         self._record = record
         self._opened = opened or Opened()
+
+    @classmethod
+    def of_index(cls, folder: str, records: Iterable[dict[str, Any]], opened: Opened) -> list[Self]:
+        """The segments of the index in a folder, numbered one after the other."""
+        found: list[Self] = []
+        for record in records:
+            base = found[-1].base + found[-1].documents if found else 0
+            found.append(cls(os.path.join(folder, record["name"]), base, record, opened))
+        return found
 
     def check(self) -> None:
         """Compare every checksum."""

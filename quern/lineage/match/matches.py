@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
 
 from quern import storage
 from quern.errors import InputError, one_line
+from quern.lineage.index.columns import I64
+from quern.storage.parquet import publish_table, require_columns, table_in
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from quern.lineage.store import IndexedRun
 
 __all__ = ["Matched", "Matches", "documents_at"]
 
-I64 = NDArray[np.int64]
 
 _METADATA = b"quern.match"
 _FORMAT = 1
-
-
-def _schema() -> pa.Schema:
-    import pyarrow as pa
-
-    kinds = {
-        "doc_id": pa.binary(16), "number": pa.int64(), "source": pa.string(), "url": pa.string(),
-        "stream": pa.string(), "identity": pa.string(), "start": pa.int64(), "stop": pa.int64(), "item": pa.int64(),
-        "item_id": pa.string(), "grams": pa.int64(), "coverage": pa.float64(),
-    }  # fmt: skip
-    return pa.schema([pa.field(name, kind, nullable=name == "url") for name, kind in kinds.items()])
+_KINDS = {
+    "doc_id": pa.binary(16), "number": pa.int64(), "source": pa.string(), "url": pa.string(),
+    "stream": pa.string(), "identity": pa.string(), "start": pa.int64(), "stop": pa.int64(), "item": pa.int64(),
+    "item_id": pa.string(), "grams": pa.int64(), "coverage": pa.float64(),
+}  # fmt: skip
+#: Attributes of :class:`Matches` that are columns as they stand.
+_ARRAYS = {"numbers": "number", "starts": "start", "stops": "stop", "item_index": "item", "grams": "grams",
+           "coverage": "coverage"}  # fmt: skip
+_LISTS = {"doc_ids": "doc_id", "urls": "url", "sources": "source"}
+_SCHEMA = pa.schema([pa.field(name, kind, nullable=name == "url") for name, kind in _KINDS.items()])
 
 
 @dataclass(frozen=True)
@@ -83,11 +80,6 @@ class Matches:
         return len(self.numbers)
 
     @property
-    def num_documents(self) -> int:
-        """Different documents with a match."""
-        return len(np.unique(self.numbers))
-
-    @property
     def not_looked_for(self) -> list[Matched]:
         """The items that are too short to be told from chance."""
         return [item for item in self.items if item.grams == 0]
@@ -96,23 +88,11 @@ class Matches:
         """Write a Parquet table: doc_id, number, source, url, stream, identity, start, stop, item (index), item_id,
         grams, coverage; what else there is to know stands in its metadata.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         streams, items = self.streams.tolist(), self.item_index.tolist()
-        columns = {
-            "doc_id": self.doc_ids,
-            "number": self.numbers,
-            "source": self.sources,
-            "url": self.urls,
+        columns = {column: getattr(self, name) for name, column in (_ARRAYS | _LISTS).items()} | {
             "stream": [self.names[i] for i in streams],
             "identity": [self.identities[i] for i in streams],
-            "start": self.starts,
-            "stop": self.stops,
-            "item": self.item_index,
             "item_id": [self.items[i].id for i in items],
-            "grams": self.grams,
-            "coverage": self.coverage,
         }
         known = {
             "format": _FORMAT,
@@ -123,10 +103,7 @@ class Matches:
             "streams": [list(pair) for pair in zip(self.names, self.identities, strict=True)],
             "items": [[item.id, item.line, item.grams] for item in self.items],
         }
-        sink = io.BytesIO()
-        table = pa.table(columns, _schema()).replace_schema_metadata({_METADATA: json.dumps(known).encode()})
-        pq.write_table(table, sink, compression="zstd")
-        storage.publish_bytes(path, sink.getvalue())
+        publish_table(path, pa.table(columns, _SCHEMA.with_metadata({_METADATA: json.dumps(known).encode()})))
 
     def in_run(self, lineage: IndexedRun, without: Collection[str] = ()) -> tuple[I64, I64, I64, I64]:
         """Numbers, streams, starts and stops of the rows as ``lineage`` has them now, whatever numbers its documents
@@ -165,10 +142,6 @@ class Matches:
         Raises:
             InputError: the file is not there, or something else.
         """
-        import pyarrow as pa
-
-        from quern.storage.parquet import table_in
-
         with storage.reading(path):
             data = storage.read_bytes(path)
         try:
@@ -189,30 +162,20 @@ class Matches:
 
     @classmethod
     def _of_table(cls, table: pa.Table) -> Self:
-        from quern.storage.parquet import require_columns
-
         known = json.loads((table.schema.metadata or {})[_METADATA])
         if known["format"] != _FORMAT:
             raise ValueError(f"its format is {known['format']!r}, expected {_FORMAT}")
-        schema = _schema()
-        require_columns("the table", table.column_names, schema.names)
-        table = table.select(schema.names).cast(schema)
+        require_columns("the table", table.column_names, _SCHEMA.names)
+        table = table.select(_SCHEMA.names).cast(_SCHEMA)
         table.validate(full=True)  # text that is not UTF-8
         names = tuple(str(name) for name, _ in known["streams"])
         identities = tuple(str(identity) for _, identity in known["streams"])
         place = {identity: number for number, identity in enumerate(identities)}
         streams = [place[identity] for identity in table["identity"].to_pylist()]
         found = cls(
-            numbers=table["number"].to_numpy(),
+            **{name: table[column].to_numpy() for name, column in _ARRAYS.items()},
+            **{name: table[column].to_pylist() for name, column in _LISTS.items()},
             streams=np.array(streams, np.int64),
-            starts=table["start"].to_numpy(),
-            stops=table["stop"].to_numpy(),
-            item_index=table["item"].to_numpy(),
-            grams=table["grams"].to_numpy(),
-            coverage=table["coverage"].to_numpy(),
-            doc_ids=table["doc_id"].to_pylist(),
-            urls=table["url"].to_pylist(),
-            sources=table["source"].to_pylist(),
             items=tuple(Matched(str(name), int(line), int(grams)) for name, line, grams in known["items"]),
             identities=identities,
             names=names,

@@ -24,12 +24,9 @@ class _Emitted(dict[int, str]):
     """Code point → what it becomes, a space for a separator; the table of ``str.translate``."""
 
     def __missing__(self, code: int) -> str:
-        self[code] = value = "".join(map(_part, _folded(chr(code))))
+        folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", chr(code)).casefold())
+        self[code] = value = "".join(map(_part, folded))
         return value
-
-
-def _folded(character: str) -> str:
-    return unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
 
 
 def _part(character: str) -> str:

@@ -39,10 +39,6 @@ def powers(base: int, count: int) -> np.ndarray:
     return table
 
 
-def _inverse(base: int) -> int:
-    return pow(base, -1, 1 << 64)
-
-
 class _Power:
     """base^e mod 2^64 for arrays of exponents below 2^32, from two small tables."""
 
@@ -54,7 +50,7 @@ class _Power:
         return self._low[exponents & (_HALF - 1)] * self._high[exponents >> 16]
 
 
-_POWER, _INVERSE_POWER = _Power(_BASE), _Power(_inverse(_BASE))
+_POWER, _INVERSE_POWER = _Power(_BASE), _Power(pow(_BASE, -1, 1 << 64))
 
 
 def flat_index(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -114,14 +110,7 @@ def token_bytes(encoding: Encoding) -> list[bytes]:
     """The bytes of each id from 0 to ``vocab_size - 1``; empty for control tokens and ids that no token has."""
     core = encoding.core
     controls = {encoding.eot_id, *(core.encode_single_token(text) for text in core.special_tokens_set)}
-    found = [b""] * encoding.vocab_size
-    for token in range(encoding.vocab_size):
-        if token not in controls:
-            try:
-                found[token] = core.decode_single_token_bytes(token)
-            except KeyError:
-                continue
-    return found
+    return [b"" if number in controls else own or b"" for number, own in enumerate(encoding.token_bytes())]
 
 
 def _token_row(token: bytes) -> tuple[str, int]:

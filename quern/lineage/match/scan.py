@@ -30,7 +30,18 @@ JOB_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
-class MatchedSpans:
+class _Arrays:
+    """Parallel int64 arrays."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """One after the other."""
+        empty = [np.empty(0, np.int64)]
+        return cls(*(np.concatenate([getattr(part, f.name) for part in parts] or empty) for f in fields(cls)))
+
+
+@dataclass(frozen=True)
+class MatchedSpans(_Arrays):
     """Parallel int64 arrays, a row a span of a document that holds text of an item; by stream, document, item, start.
 
     ``streams``: index of the path; ``documents``: where the document starts in the stream; ``starts``, ``stops``:
@@ -44,12 +55,6 @@ class MatchedSpans:
     stops: np.ndarray
     items: np.ndarray
     grams: np.ndarray
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """One after the other."""
-        empty = [np.empty(0, np.int64)]
-        return cls(*(np.concatenate([getattr(part, f.name) for part in parts] or empty) for f in fields(cls)))
 
 
 def scan_streams(
@@ -168,7 +173,7 @@ class _Scanner:
 
 
 @dataclass(frozen=True)
-class Hits:
+class Hits(_Arrays):
     """Grams in tokens: parallel int64 arrays ``grams`` (numbers), ``starts``, ``stops``."""
 
     grams: np.ndarray
@@ -182,12 +187,6 @@ class Hits:
     def moved(self, by: int) -> Hits:
         """The hits shifted ``by`` tokens."""
         return Hits(self.grams, self.starts + by, self.stops + by)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Hits]) -> Hits:
-        """One after the other."""
-        empty = [np.empty(0, np.int64)]
-        return cls(*(np.concatenate([getattr(part, f.name) for part in parts] or empty) for f in fields(cls)))
 
 
 def find(words: Words, index: GramIndex, pieces: Pieces, documents: np.ndarray) -> Hits:

@@ -62,13 +62,17 @@ def define(
 ) -> None:
     connection.execute("SET TimeZone = 'UTC'")
     connection.execute("CREATE SCHEMA source")  # what the views are made of: SHOW TABLES leaves it out
+    tokens = os.path.join(run, "tokens")
     if wanted & {"verdicts", "documents", "duplicates", "spans"}:
-        _define_purges(connection, run)
-    if wanted & {"verdicts", "documents", "duplicates"}:
-        _note_missing(run, wanted, note)
-        _define_pages(connection, run, alias)
-    if "spans" in wanted:
-        _define_spans(connection, run, alias)
+        version, shards = _shards(os.path.join(tokens, "VERSION.json"))
+        # the documents that the current version has purged, and since when
+        _fill(connection, "source.purges", Purges(tokens, version).table(), "doc_id, version")
+        if wanted & {"verdicts", "documents", "duplicates"}:
+            _note_missing(run, wanted, note)
+            _fill(connection, "source.redecided", Redecided(tokens, version).table())
+            _define_pages(connection, run, alias)
+        if "spans" in wanted:
+            _define_spans(connection, tokens, os.path.join(alias, "tokens"), shards)
     if "measures" in wanted:
         _define_measures(connection, run, alias)
     if "steps" in wanted:
@@ -90,12 +94,6 @@ def _note_missing(run: str, wanted: frozenset[str], note: Note) -> None:
         )
 
 
-def _define_purges(connection: duckdb.DuckDBPyConnection, run: str) -> None:
-    """The documents that the current version has purged, and since when."""
-    version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    _fill(connection, "source.purges", Purges(os.path.join(run, "tokens"), version).table(), "doc_id, version")
-
-
 def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
     for name, pattern, schema in (
         ("verdict_rows", "verdicts/*/*.parquet", verdict_schema(())),
@@ -105,7 +103,16 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
     ):
         there = next(glob.iglob(os.path.join(glob.escape(run), pattern)), None) is not None
         _define_rows(connection, f"source.{name}", [os.path.join(alias, pattern)] if there else [], schema)
-    _define_decisions(connection, run)
+    columns = ", ".join(DECISION_SCHEMA.names)
+    # the decisions that hold in the current version: recorded ones, but where a later version decided anew
+    connection.execute(
+        f"""
+        CREATE VIEW source.decision_rows AS
+        SELECT {columns} FROM source.recorded_rows r
+        WHERE NOT EXISTS (SELECT 1 FROM source.redecided n WHERE n.doc_id = r.doc_id)
+        UNION ALL SELECT {columns} FROM source.redecided WHERE kind IS NOT NULL
+        """
+    )
     connection.execute(
         """
         CREATE VIEW source.pages AS
@@ -141,27 +148,13 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
     )
 
 
-def _define_decisions(connection: duckdb.DuckDBPyConnection, run: str) -> None:
-    """The decisions that hold in the current version: recorded ones, but where a later version decided anew."""
-    version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    _fill(connection, "source.redecided", Redecided(os.path.join(run, "tokens"), version).table())
-    columns = ", ".join(DECISION_SCHEMA.names)
-    connection.execute(
-        f"""
-        CREATE VIEW source.decision_rows AS
-        SELECT {columns} FROM source.recorded_rows r
-        WHERE NOT EXISTS (SELECT 1 FROM source.redecided n WHERE n.doc_id = r.doc_id)
-        UNION ALL SELECT {columns} FROM source.redecided WHERE kind IS NOT NULL
-        """
-    )
-
-
-def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    _, shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    paths = [os.path.join(alias, "tokens", file) for _, _, file in shards]
+def _define_spans(
+    connection: duckdb.DuckDBPyConnection, tokens: str, alias: str, shards: Sequence[tuple[str, int, str]]
+) -> None:
+    """``alias``: of the folder ``tokens``."""
+    paths = [os.path.join(alias, file) for _, _, file in shards]
     connection.execute("CREATE TABLE source.shard_files (path VARCHAR, stream VARCHAR, shard INTEGER, written INTEGER)")
     if shards:
-        tokens = os.path.join(run, "tokens")
         written = [written_by(os.path.join(tokens, file)) for _, _, file in shards]
         columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards], written]
         connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?), unnest(?)", columns)

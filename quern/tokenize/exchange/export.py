@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -233,8 +233,7 @@ def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterato
     placed.add(keys_of(table["doc_id"])[kept].tobytes(), written[kept])
     job.purged += int(len(kept) - np.count_nonzero(kept))
     ends = np.cumsum(lengths)
-    source = SourceFile(path)
-    try:
+    with closing(SourceFile(path)) as source:
         for first in range(0, info.tokens, _CHUNK_TOKENS):
             count = min(_CHUNK_TOKENS, info.tokens - first)
             itemsize = reader.dtype.itemsize
@@ -242,8 +241,6 @@ def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterato
             yield _choose(np.frombuffer(data, reader.dtype.newbyteorder("<")), first, ends, kept, job.eot, reader)
         if source.finish() != info.sha256:
             raise InputError(f"{path}: is damaged: its SHA-256 is not the one in the manifest")
-    finally:
-        source.close()
 
 
 def _choose(tokens: np.ndarray, first: int, ends: I64, kept: np.ndarray, eot: bool, reader: ShardReader) -> np.ndarray:

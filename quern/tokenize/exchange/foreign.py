@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from quern.errors import InputError
 from quern.tokenize.exchange.columns import I64, SourceFile
-from quern.tokenize.exchange.megatron import MegatronIndex, index_path
+from quern.tokenize.exchange.megatron import MegatronIndex
 
 __all__ = [
     "BATCH_TOKENS",
@@ -102,7 +103,7 @@ class TokenFile:
     def _open_beside(self, dtype: str | None) -> np.dtype | str | None:
         """Open what the format has beside the file; the type of ids that it states, else ``dtype``."""
         if self.format == "megatron":
-            self._index = MegatronIndex(index_path(self.path))
+            self._index = MegatronIndex(f"{os.path.splitext(self.path)[0]}.idx")
             return self._index.dtype
         if self.format != "datatrove":
             return dtype
@@ -247,11 +248,8 @@ def _metadata_dtype(path: str) -> str | None:
     beside = f"{path}.metadata"
     if not os.path.lexists(beside):
         return None
-    source = SourceFile(beside)
-    try:
+    with closing(SourceFile(beside)) as source:
         line = source.read(0, min(source.size, 4096)).split(b"\n")[0]
-    finally:
-        source.close()
     _, bar, size = line.rpartition(b"|")
     if not bar:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -193,15 +194,6 @@ def _paths(files: Sequence[str], options: ImportOptions) -> list[tuple[str, str]
     return [(path, relative) for relative, path in found.items()]
 
 
-@dataclass
-class _Counts:
-    documents: int = 0
-    tokens: int = 0
-    eots_added: int = 0
-    empty: int = 0
-    held_bytes: int = 0
-
-
 def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
     """All documents of one file into the shards, and their verdicts."""
     options = job.options
@@ -210,22 +202,22 @@ def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
         rows = None if sidecar is None else _Rows(sidecar)
         name = partition_name(relative)
         verdicts = os.path.join(job.folder, "verdicts", options.source, f"{name}.parquet")
-        counts = _Counts()
+        counts = Counter[str]()
         with storage.publish(verdicts) as output, table_writer(output, _VERDICT) as table:
             for batch in _batches(file, sidecar, job.eot):
-                counts.held_bytes += int(batch.lengths.sum()) * file.dtype.itemsize
+                counts["held_bytes"] += int(batch.lengths.sum()) * file.dtype.itemsize
                 _take(job, shards, table, file, relative, batch, rows, counts)
         shards.end_file()
         sha256 = file.finish()
         if sidecar is not None:
             _settle(sidecar, rows, path, sha256)
-        if not counts.documents:
+        if not counts["documents"]:
             raise InputError(
                 f"{path}: expected one document or more, got none (the file has {counted(file.size, 'byte')})"
             )
         return Imported(
-            path, relative, sha256, counts.documents, counts.tokens, counts.eots_added, counts.empty,
-            file.size - counts.held_bytes, sidecar is not None,
+            path, relative, sha256, counts["documents"], counts["tokens"], counts["eots_added"], counts["empty"],
+            file.size - counts["held_bytes"], sidecar is not None,
         )  # fmt: skip
 
 
@@ -277,14 +269,14 @@ def _settle(sidecar: Sidecar, rows: _Rows | None, path: str, sha256: str) -> Non
 
 def _take(
     job: _Job, shards: Shards, table: TableWriter, file: TokenFile, relative: str, batch: Batch,
-    rows: _Rows | None, counts: _Counts,
+    rows: _Rows | None, counts: Counter[str],
 ) -> None:  # fmt: skip
     """One batch of documents: check its ids, end each with an EOT, write it."""
     _check_ids(job, file, batch)
     offsets, lengths, itemsize = batch.offsets, batch.lengths, file.dtype.itemsize
     known = None if rows is None else rows.take(offsets // itemsize, lengths)
     if known is None and not lengths.all():
-        counts.empty += int(np.count_nonzero(lengths == 0))
+        counts["empty"] += int(np.count_nonzero(lengths == 0))
         offsets, lengths = offsets[lengths > 0], lengths[lengths > 0]
     if not len(lengths):
         return
@@ -305,9 +297,9 @@ def _take(
         record = {name: known[name] for name in RECORD.names}
     shards.add(ids, with_eot, tokens)
     table.add(_verdicts(job.options.source, ids, len(with_eot), record, file.path))
-    counts.documents += len(with_eot)
-    counts.tokens += int(with_eot.sum())
-    counts.eots_added += int(np.count_nonzero(open_ended))
+    counts["documents"] += len(with_eot)
+    counts["tokens"] += int(with_eot.sum())
+    counts["eots_added"] += int(np.count_nonzero(open_ended))
 
 
 def _check_ids(job: _Job, file: TokenFile, batch: Batch) -> None:

@@ -8,7 +8,6 @@ and at last n. Documents of quern are one sequence each.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO
@@ -18,7 +17,7 @@ import numpy as np
 from quern.errors import InputError
 from quern.tokenize.exchange.columns import I64, SourceFile
 
-__all__ = ["DTYPES", "MAX_SEQUENCES", "MegatronIndex", "index_path", "write_index"]
+__all__ = ["DTYPES", "MAX_SEQUENCES", "MegatronIndex", "write_index"]
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -182,8 +181,3 @@ class MegatronIndex:
         firsts[full] = starts[edges[:-1][full]]
         lasts = np.where(full, before[edges[1:]], firsts)
         return firsts, lasts
-
-
-def index_path(data_path: str) -> str:
-    """``x.bin`` → ``x.idx``."""
-    return f"{os.path.splitext(data_path)[0]}.idx"

@@ -94,10 +94,6 @@ class Placed:
         for batch in read_batches(self.path, ["length"], _ROWS):
             yield batch["length"].to_numpy()
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """All columns."""
-        return read_batches(self.path, rows=_ROWS)
-
 
 @dataclass(frozen=True)
 class SidecarTarget:
@@ -207,7 +203,7 @@ def _placed_batches(targets: Sequence[SidecarTarget]) -> Iterator[pa.RecordBatch
     """The documents of all files, with ``row``, from 0 on."""
     first = 0
     for target in targets:
-        for batch in target.placed.batches():
+        for batch in read_batches(target.placed.path, rows=_ROWS):
             rows = pa.array(np.arange(first, first + len(batch)))
             yield pa.record_batch([*batch.columns, rows], schema=_PLACED_ROWS)
             first += len(batch)

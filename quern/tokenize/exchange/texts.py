@@ -21,12 +21,7 @@ class Vocabulary:
     """The bytes of every id of an encoding; ``known``: bool[vocab_size], whether an id has any."""
 
     def __init__(self, encoding: Encoding) -> None:
-        tokens: list[bytes | None] = []
-        for number in range(encoding.vocab_size):
-            try:
-                tokens.append(encoding.core.decode_single_token_bytes(number))
-            except KeyError:  # an encoding may leave ids out
-                tokens.append(None)
+        tokens = encoding.token_bytes()
         self.known = np.array([token is not None for token in tokens])
         self._bytes = pa.array(tokens, pa.large_binary())
 

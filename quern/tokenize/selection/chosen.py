@@ -22,7 +22,7 @@ from quern import storage
 from quern.config import digest
 from quern.errors import InputError
 
-__all__ = ["CHOSEN", "Chosen", "Identity", "family_of", "find_chosen", "overlap", "write_chosen"]
+__all__ = ["CHOSEN", "I64", "Chosen", "Identity", "family_of", "find_chosen", "overlap", "write_chosen"]
 
 I64 = NDArray[np.int64]
 

@@ -19,16 +19,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.dedup.schemas import CLUSTERS
 from quern.errors import InputError, QuernError, first_line
 from quern.storage.sql import lock, open_run, quoted
 from quern.storage.sql_guard import check_condition
-from quern.tokenize.selection.chosen import Chosen, Identity, family_of, find_chosen, write_chosen
+from quern.tokenize.selection.chosen import I64, Chosen, Identity, family_of, find_chosen, write_chosen
 from quern.tokenize.selection.measures import checked_parts, part, published
 from quern.tokenize.shards import ShardReader
 
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     import duckdb
 
 __all__ = ["choose", "open_chosen"]
-
-I64 = NDArray[np.int64]
 
 _ROWS = 1 << 16
 _FOLDERS = ("verdicts", "duplicates", "measures", "tokens")

@@ -15,8 +15,8 @@ import numpy as np
 from quern import storage
 from quern.data_pipeline.dedup.exchange import read_records
 from quern.errors import QuernError
-from quern.tokenize.place import NUM_BUCKETS, PLACE, bucket_of, doc_ids
-from quern.tokenize.writing.sorted_runs import read_places
+from quern.tokenize.place import NUM_BUCKETS, PLACE, doc_ids
+from quern.tokenize.writing.sorted_runs import prefix_sums, read_places
 
 __all__ = ["GATHER_DOCUMENTS", "Cut", "Gathered", "bucket_ranges", "find_cuts", "gather"]
 
@@ -67,9 +67,8 @@ def gather(runs_file: str, first_bucket: int, end_bucket: int, path: str) -> Gat
     if len(ids) > 1 and (same := np.flatnonzero(ids[1:] == ids[:-1])).size:
         raise QuernError(f"two documents of the run have the doc_id {ids[same[0] : same[0] + 1].tobytes().hex()}")
     storage.publish_bytes(path, places.tobytes())
-    edges = np.searchsorted(bucket_of(places["key"]), np.arange(first_bucket, end_bucket + 1))
-    before = np.concatenate([[0], np.cumsum(places["length"])])[edges]
-    return Gathered(path, first_bucket, tuple(np.diff(edges).tolist()), tuple(np.diff(before).tolist()))
+    documents, tokens = np.diff(prefix_sums(places, first_bucket, end_bucket)).tolist()
+    return Gathered(path, first_bucket, tuple(documents), tuple(tokens))
 
 
 def find_cuts(parts: Sequence[Gathered], shard_tokens: int) -> Iterator[Cut]:

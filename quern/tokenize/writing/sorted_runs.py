@@ -19,7 +19,16 @@ from quern.tokenize.encoding import Encoding
 from quern.tokenize.place import NUM_BUCKETS, PLACE, bucket_of, place_key
 from quern.tokenize.writing.choose import TRAIN, VALIDATION, chosen_documents
 
-__all__ = ["PIECE_FORMAT", "RUN_TOKENS", "PieceTask", "read_places", "run_checksums", "tokenize_partition", "unharmed"]
+__all__ = [
+    "PIECE_FORMAT",
+    "RUN_TOKENS",
+    "PieceTask",
+    "prefix_sums",
+    "read_places",
+    "run_checksums",
+    "tokenize_partition",
+    "unharmed",
+]
 
 #: Raised whenever the code would make other tokens from the same input and config.
 PIECE_FORMAT = 1
@@ -123,7 +132,7 @@ class _RunWriter:
         name = f"runs/{self.stream}/{self.task.partition}/{len(self.runs):05d}"
         dtype = np.dtype(self.task.encoding.dtype).newbyteorder("<")
         self._publish(f"{name}.bin", [ids.astype(dtype, copy=False) for _, _, ids in self.held])
-        self._publish(f"{name}.places", [_prefix_sums(places), places])
+        self._publish(f"{name}.places", [prefix_sums(places), places])
         self.runs.append(name)
         self.documents += len(places)
         self.tokens += self.held_tokens
@@ -137,13 +146,11 @@ class _RunWriter:
         self.outputs[name] = storage.sha256(path)
 
 
-def _prefix_sums(places: np.ndarray) -> np.ndarray:
-    """int64[2, NUM_BUCKETS + 1]: documents, and tokens, before each key range."""
-    sums = np.zeros((2, NUM_BUCKETS + 1), _HEADER)
-    edges = np.searchsorted(bucket_of(places["key"]), np.arange(NUM_BUCKETS + 1))
-    sums[0] = edges
-    sums[1] = np.concatenate([[0], np.cumsum(places["length"])])[edges]
-    return sums
+def prefix_sums(places: np.ndarray, first_bucket: int = 0, end_bucket: int = NUM_BUCKETS) -> np.ndarray:
+    """int64[2, buckets + 1]: documents, and tokens, before each of the key ranges [first, end), which hold all
+    ``places``, and at last their numbers."""
+    edges = np.searchsorted(bucket_of(places["key"]), np.arange(first_bucket, end_bucket + 1))
+    return np.array([edges, np.concatenate([[0], np.cumsum(places["length"])])[edges]], _HEADER)
 
 
 def read_places(run: str, first_bucket: int, end_bucket: int) -> tuple[np.ndarray, int]:

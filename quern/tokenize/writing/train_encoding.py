@@ -12,11 +12,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.execution.engine import Engine
-from quern.storage.parquet import read_table
+from quern.storage.parquet import publish_table, read_table
 from quern.tokenize.byte_level import shown_bytes
 from quern.tokenize.encoding import format_ranks
 from quern.tokenize.place import PLACE, doc_ids, keyed_hashes
@@ -141,8 +140,7 @@ def fetch_texts(
         key = int(keyed_hashes(seed, "encoding", (doc_id,))[0])
         if (key, doc_id) <= limit:
             rows.append({"key": key, "doc_id": doc_id, "text": text[:DOCUMENT_CHARS]})
-    with storage.publish(path) as file:
-        pq.write_table(pa.Table.from_pylist(rows, _SAMPLE), file, compression="zstd")
+    publish_table(path, pa.Table.from_pylist(rows, _SAMPLE))
 
 
 def train_on_samples(samples: Sequence[str], vocab_size: int) -> bytes:

@@ -36,7 +36,7 @@ def sha256(data: bytes) -> str:
 
 
 def test_an_entry_says_what_was_done(tmp_path: Path) -> None:
-    entry = audit.append(str(tmp_path), P.told(version_after=2), CONDEMNED, CHANGES)
+    entry = P.append(str(tmp_path), P.told(version_after=2), CONDEMNED, CHANGES)
     folder = tmp_path / "audit"
     assert {path.name for path in folder.iterdir()} == {"00001.json", "00001.parquet", "00001.files.parquet"}
     record = json.loads((folder / "00001.json").read_text())
@@ -59,7 +59,7 @@ def test_an_entry_says_what_was_done(tmp_path: Path) -> None:
 
 def test_each_entry_vouches_for_the_one_before(tmp_path: Path) -> None:
     for number in range(1, 4):
-        entry = audit.append(str(tmp_path), P.told(id=str(number)), CONDEMNED, ())
+        entry = P.append(str(tmp_path), P.told(id=str(number)), CONDEMNED, ())
         assert entry.number == number
         previous = tmp_path / f"audit/{number - 1:05d}.json"
         assert entry.record["previous"] == (sha256(previous.read_bytes()) if number > 1 else None)
@@ -71,41 +71,41 @@ def test_each_entry_vouches_for_the_one_before(tmp_path: Path) -> None:
 
 def test_a_purge_has_one_entry(tmp_path: Path) -> None:
     """A purge that was cut off behind its entry does not write another, and changes no byte of it."""
-    first = audit.append(str(tmp_path), P.told(), CONDEMNED, CHANGES)
+    first = P.append(str(tmp_path), P.told(), CONDEMNED, CHANGES)
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "audit").iterdir()}
-    assert audit.append(str(tmp_path), P.told(time="later"), CONDEMNED, ()) == first
+    assert P.append(str(tmp_path), P.told(time="later"), CONDEMNED, ()) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "audit").iterdir()} == stamps
 
 
 def test_tables_of_one_that_was_cut_off_are_written_over(tmp_path: Path) -> None:
     (tmp_path / "audit").mkdir()
     (tmp_path / "audit/00001.parquet").write_bytes(b"half")
-    audit.append(str(tmp_path), P.told(), CONDEMNED, ())
+    P.append(str(tmp_path), P.told(), CONDEMNED, ())
     assert pq.read_table(tmp_path / "audit/00001.parquet").num_rows == 4
 
 
 def test_an_entry_is_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    audit.append(str(tmp_path), P.told(), CONDEMNED, ())
+    P.append(str(tmp_path), P.told(), CONDEMNED, ())
     before = (tmp_path / "audit/00001.json").read_bytes()
     monkeypatch.setattr(audit, "last_entry", lambda run: None)  # as another process saw it, a moment ago
     with pytest.raises(QuernError, match="another process has added this entry"):
-        audit.append(str(tmp_path), P.told(id="other"), CONDEMNED, ())
+        P.append(str(tmp_path), P.told(id="other"), CONDEMNED, ())
     assert (tmp_path / "audit/00001.json").read_bytes() == before
 
 
 def test_the_purge_list_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told = {"list": "lists/of mine", "file": "a.parquet", "sha256": "0" * 64}
-    entry = audit.append("run", P.told(purge_list=told), CONDEMNED, ())
+    entry = P.append("run", P.told(purge_list=told), CONDEMNED, ())
     assert entry.record["purge_list"] == {**told, "list": str(tmp_path / "lists" / "of mine")}
     told = {**told, "list": "s3://bucket/lists"}
-    assert audit.append("run", P.told(id="b", purge_list=told), CONDEMNED, ()).record["purge_list"] == told
+    assert P.append("run", P.told(id="b", purge_list=told), CONDEMNED, ()).record["purge_list"] == told
 
 
 def test_other_columns_stay_out(tmp_path: Path) -> None:
     """What is condemned may come with more columns; none of them gets into the log."""
     with_text = CONDEMNED.append_column("text", pa.array(["the secret text"] * 4))
-    audit.append(str(tmp_path), P.told(), with_text, ())
+    P.append(str(tmp_path), P.told(), with_text, ())
     assert pq.read_schema(tmp_path / "audit/00001.parquet").names == DELETION_SET_SCHEMA.names
     assert not any(b"the secret text" in path.read_bytes() for path in (tmp_path / "audit").iterdir())
 

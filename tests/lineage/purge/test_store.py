@@ -65,15 +65,15 @@ def test_texts_go_as_on_a_disk(server: s3_server.Server, made: P.Case, tmp_path:
 
 
 def test_the_audit_log_is_appended_to(server: s3_server.Server, made: P.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = audit.append(server.url, P.told(id="a"), made.table(), ())
-    second = audit.append(server.url, P.told(id="b"), made.table(), ())
-    assert audit.append(server.url, P.told(id="b"), made.table(), ()) == second
+    first = P.append(server.url, P.told(id="a"), made.table(), ())
+    second = P.append(server.url, P.told(id="b"), made.table(), ())
+    assert P.append(server.url, P.told(id="b"), made.table(), ()) == second
     assert (first.number, second.number, second.record["previous"]) == (1, 2, first.sha256)
     assert audit.numbers(server.url) == [1, 2]
     before = server.read("audit/00001.json")
     monkeypatch.setattr(audit, "last_entry", lambda run: None)
     with pytest.raises(QuernError, match="another process has added this entry"):
-        audit.append(server.url, P.told(id="c"), made.table(), ())
+        P.append(server.url, P.told(id="c"), made.table(), ())
     assert server.read("audit/00001.json") == before
 
 

@@ -15,7 +15,6 @@ import pytest
 from quern import storage
 from quern.lineage.purge.proof import check_tokens
 from quern.lineage.purge.proof.verify import verify
-from quern.lineage.purge.record import audit
 from support.damage import flip
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, kept, prove, put_back, relist, spot
@@ -74,7 +73,7 @@ def test_what_was_not_done_is_found(made: P.Case, tmp_path: Path) -> None:
     """An audit entry alone purges nothing: every place that can hold a text is named."""
     case = made.at(tmp_path / "copy")
     listed = P.write_purge_list(case)
-    audit.append(str(case.run), P.told(purge_list=listed), case.table(), ())
+    P.append(str(case.run), P.told(purge_list=listed), case.table(), ())
     found = verify(str(case.run))
     counts = {check.name: check.num_findings for check in found.checks if check.num_findings}
     rows = [row for own in case.listing.documents.values() for row in own if row["doc_id"] in case.deletion_set]

@@ -47,7 +47,7 @@ def check_of(proof: Proof, name: str) -> Check:
 
 def test_a_forged_entry(case: P.Case) -> None:
     """An entry that was changed is found by the one behind it."""
-    audit.append(str(case.run), P.told(id="second", version_before=2, version_after=2), case.table(()), ())
+    P.append(str(case.run), P.told(id="second", version_before=2, version_after=2), case.table(()), ())
     path = case.run / "audit/00001.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "reason": "another"}))
@@ -85,7 +85,7 @@ def test_a_missing_piece_of_an_entry(case: P.Case, end: str) -> None:
 def test_a_missing_entry(case: P.Case) -> None:
     for number in (2, 3):
         told = P.told(id=str(number), version_before=2, version_after=2)
-        audit.append(str(case.run), told, case.table(()), ())
+        P.append(str(case.run), told, case.table(()), ())
     for path in (case.run / "audit").glob("00002*"):
         path.unlink()
     assert failed(case)["audit"] == [("audit/00003.json", None, None)]

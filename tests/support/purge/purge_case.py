@@ -188,7 +188,7 @@ def purge(case: Case, *, train_runs: tuple[str, ...] = ()) -> Case:
     purge_list = write_purge_list(case)
     changes += clean(str(case.run), case.table(), PURGE).changes
     shutil.rmtree(case.run / ".purge")
-    audit.append(
+    append(
         str(case.run),
         told(version_before=1, version_after=2, purge_list=purge_list, train_runs=train_runs),
         case.table(),
@@ -201,7 +201,12 @@ def purge(case: Case, *, train_runs: tuple[str, ...] = ()) -> Case:
 INTENT = {"time": "at", "version_before": "before", "version_after": "after"}
 
 
-def told(**more: Any) -> audit.Purge:
+def append(run: str, told: dict[str, Any], deletion_set: pa.Table, changes: Iterable[FileChange]) -> audit.Entry:
+    """Add the entry of a purge of which :func:`told` says this."""
+    return audit.append(run, deletion_set=deletion_set, changes=changes, **told)
+
+
+def told(**more: Any) -> dict[str, Any]:
     """What is said of a purge."""
     given = {
         "id": PURGE, "time": "2025-01-02T03:04:05+00:00", "reason": "asked for", "selection": {"doc": ["…"]},
@@ -210,4 +215,4 @@ def told(**more: Any) -> audit.Purge:
     beside = {name: given.pop(name) for name in ("purge_list", "training_impact", "notes") if name in given}
     own = {INTENT.get(name, name): value for name, value in given.items()}
     own["counts"] = {"documents_restored": own.pop("restored", 0)}
-    return audit.Purge(journal.Intent(**own, purge_list="", purge_list_name=""), **beside)
+    return {"intent": journal.Intent(**own, purge_list="", purge_list_name=""), **beside}

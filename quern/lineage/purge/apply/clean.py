@@ -118,7 +118,7 @@ def _clean_partition(run: str, own: _Partition, before: Mapping[str, str]) -> in
     if own.documents in before:
         texts = _rewrite(run, own.documents, own.ids, _holds_text, _without_text, nullable=TEXT_COLUMNS)
     if own.signatures in before:
-        _rewrite(run, own.signatures, own.ids, lambda rows, mask: True, _without_rows)
+        _rewrite(run, own.signatures, own.ids, lambda rows, mask: True, lambda rows, mask: rows.filter(pa.array(~mask)))
     return texts
 
 
@@ -170,10 +170,6 @@ def _without_text(rows: pa.Table, mask: Rows) -> pa.Table:
         cleaned = pc.if_else(gone, pa.scalar(None, column.type), column)
         rows = rows.set_column(at, rows.schema.field(at).with_nullable(True), cleaned)
     return rows
-
-
-def _without_rows(rows: pa.Table, mask: Rows) -> pa.Table:
-    return rows.filter(pa.array(~mask))
 
 
 # ---- what is committed

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline.execution.run_directory import torn
 from quern.data_pipeline.page.keys import keys_of
 from quern.data_pipeline.page.url import url_key
 from quern.data_pipeline.stages.tombstones import read_purge_list
@@ -115,11 +116,10 @@ def _remove_torn_tombstones(intent: Intent) -> None:
     """What this very purge left in the list when it was killed while it wrote; others may be at work there."""
     if not storage.is_local(intent.purge_list):
         return
-    folder = storage.split(intent.purge_list)[1]
     own = f".{intent.purge_list_name.removesuffix('.parquet')}."
-    for name in os.listdir(folder):
-        if name.startswith(own) and storage.is_temporary(name):
-            storage.remove(os.path.join(folder, name))
+    for path in torn(intent.purge_list):
+        if os.path.basename(path).startswith(own):
+            storage.remove(path)
 
 
 def _audit(run: str, intent: Intent, deletion_set: pa.Table, report: dict[str, Any]) -> str | None:
@@ -136,17 +136,8 @@ def _audit(run: str, intent: Intent, deletion_set: pa.Table, report: dict[str, A
                 changes.append(FileChange(name, None, storage.sha256(storage.join(run, name))))
     if not changes and tombstones is None:
         return None
-    entry = audit.append(
-        run,
-        audit.Purge(
-            intent,
-            _listed(intent, tombstones),
-            training_impact=journal.read_note(run, TRAINING_IMPACT),
-            notes=[*texts.notes, *pages.notes],
-        ),
-        deletion_set,
-        changes,
-    )
+    impact, notes = journal.read_note(run, TRAINING_IMPACT), [*texts.notes, *pages.notes]
+    entry = audit.append(run, intent, deletion_set, changes, _listed(intent, tombstones), impact, notes)
     return audit.path_of(run, entry.number)
 
 
@@ -160,8 +151,7 @@ def _listed(intent: Intent, tombstones: str | None) -> dict[str, str]:
 
 def _sweep(run: str) -> dict[str, Any]:
     gc.collect()  # readers of the old version that this process has forgotten
-    swept = sweep(storage.join(run, "tokens"))
-    return {"removed": swept.removed, "held": dict(swept.held)}
+    return sweep(storage.join(run, "tokens"))
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ in the corpus then; so one that shows the text of a document to delete goes whol
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline import report
+from quern.data_pipeline.execution.run_directory import remove_torn
 from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of
 from quern.lineage.forensics.file import FOLDER
 from quern.lineage.purge.apply.clean import Cleaned
@@ -49,11 +49,12 @@ def clean_forensics(run: str, train_runs: Sequence[str], deletion_set: pa.Table,
     """
     ids = key_set([keys_of(deletion_set["doc_id"])])
     before = note_before(run, purge, "pages", lambda: _showing(train_runs, ids))
-    there = {_named(path) for train_run in train_runs for path in pages(train_run)}
+    there = {storage.absolute(path) for train_run in train_runs for path in pages(train_run)}
     for path in sorted(before.keys() & there):  # whatever else the note names is no page
         storage.remove(path)
     for train_run in train_runs:
-        _remove_torn(storage.join(train_run, FOLDER))
+        if storage.is_local(train_run):  # what a killed writer of a page left
+            remove_torn(storage.join(train_run, FOLDER))
     missing = [own for own in train_runs if not storage.is_folder(own)]
     notes = [f"{own}: no such training run here; its pages are as they were" for own in missing]
     notes += [
@@ -66,17 +67,4 @@ def _showing(train_runs: Sequence[str], ids: np.ndarray) -> Iterator[str]:
     for train_run in train_runs:
         for path in pages(train_run):
             if contains(ids, shown_in(storage.read_bytes(path))).any():
-                yield _named(path)
-
-
-def _named(page: str) -> str:
-    """As the note and the audit name it."""
-    return os.path.abspath(storage.split(page)[1]) if storage.is_local(page) else page
-
-
-def _remove_torn(folder: str) -> None:
-    """What a killed writer of a page left."""
-    if storage.is_local(folder) and os.path.isdir(inner := storage.split(folder)[1]):
-        for name in os.listdir(inner):
-            if storage.is_temporary(name):
-                storage.remove(os.path.join(inner, name))
+                yield storage.absolute(path)

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from quern import storage
@@ -14,25 +13,17 @@ from quern.errors import InputError
 from quern.tokenize import reader_lock
 from quern.tokenize.corpus_version import read_version
 
-__all__ = ["Swept", "sweep"]
+__all__ = ["MANIFEST", "SHARD", "sweep"]
 
-_SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v([1-9][0-9]*))?\.(?:bin|spans\.parquet)")
-_MANIFEST = re.compile(r"manifest(?:\.v([1-9][0-9]*))?\.json")
-
-
-@dataclass(frozen=True)
-class Swept:
-    """What happened to the files of older versions."""
-
-    removed: int
-    held: Mapping[str, list[str]]
-    """Stream → manifests of generations that are being read; their files are still there."""
+SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v([1-9][0-9]*))?\.(?:bin|spans\.parquet)")
+MANIFEST = re.compile(r"manifest(?:\.v([1-9][0-9]*))?\.json")
 
 
-def sweep(tokens: str) -> Swept:
+def sweep(tokens: str) -> dict[str, Any]:
     """Remove generations that are neither listed nor being read; idempotent.
 
-    On a store, which has no locks, nothing is held.
+    Gives back ``removed``, the number of files, and ``held``, stream → manifests of generations that are being read;
+    their files are still there. On a store, which has no locks, nothing is held.
 
     Raises:
         InputError: VERSION.json is missing or none, or a manifest that is still read cannot be read.
@@ -44,8 +35,8 @@ def sweep(tokens: str) -> Swept:
         folder = storage.join(tokens, stream)
         names = {path.rpartition("/")[2] for path in storage.list_files(folder)}
         listed = {entry["manifest"].rpartition("/")[2], *_names(entry["shards"])}
-        shards = _ours(names - listed, _SHARD, record["version"])
-        manifests = _ours(names - listed, _MANIFEST, record["version"])
+        shards = _ours(names - listed, SHARD, record["version"])
+        manifests = _ours(names - listed, MANIFEST, record["version"])
         with ExitStack() as stack:
             read = []
             for name in sorted(manifests) if local else ():
@@ -63,7 +54,7 @@ def sweep(tokens: str) -> Swept:
                 removed += 1
             if read:
                 held[stream] = read
-    return Swept(removed, held)
+    return {"removed": removed, "held": held}
 
 
 def _names(shards: list[Mapping[str, Any]]) -> Iterator[str]:

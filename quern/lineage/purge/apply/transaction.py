@@ -188,16 +188,9 @@ def _warnings(run: str, request: Request) -> list[str]:
 
 def _told(intent: Intent) -> dict[str, Any]:
     """What a report says of an intent."""
-    return {
-        "mode": intent.mode,
-        "duplicates": intent.duplicates,
-        "selection": dict(intent.selection),
-        "reason": intent.reason,
-        "version": {"before": intent.before, "after": intent.after},
-        "touched": dict(intent.touched),
-        **intent.counts,
-        "purge_list": intent.purge_list,
-    }
+    own = {name: getattr(intent, name) for name in ("mode", "duplicates", "selection", "reason", "touched")}
+    version = {"before": intent.before, "after": intent.after}
+    return {**own, "version": version, **intent.counts, "purge_list": intent.purge_list}
 
 
 def _carry_out(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH
@@ -22,14 +21,12 @@ from quern.lineage.purge.apply.shards import ShardChange, read_spans, write_gene
 from quern.lineage.purge.restoration.restore import Restored
 from quern.lineage.purge.restoration.restored_tokens import Tokens, read_tokens
 from quern.remote.concurrency import in_order
+from quern.storage.parquet import publish_table
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, write_manifest
 
 __all__ = ["OpenCorpus", "PurgePlan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _VERSIONED = re.compile(r"(?:shard_[0-9]{5,9}\.v([0-9]+)\.(?:bin|spans\.parquet)|manifest\.v([0-9]+)\.json)")
 
@@ -258,11 +255,9 @@ def publish(corpus: OpenCorpus, plan: PurgePlan, mode: str, written: Mapping[str
 def _write_changes(corpus: OpenCorpus, plan: PurgePlan, version: int) -> None:
     actions = [PURGED] * len(plan.purged) + [RESTORED] * len(plan.restored)
     table = pa.table([pa.concat_arrays([plan.purged, plan.restored]), actions], schema=CHANGES_SCHEMA)
-    with storage.publish(storage.join(corpus.tokens, changes_file(version))) as file:
-        pq.write_table(table.sort_by("doc_id"), file, compression="zstd")
+    publish_table(storage.join(corpus.tokens, changes_file(version)), table.sort_by("doc_id"))
     if plan.decisions is not None:
-        with storage.publish(storage.join(corpus.tokens, decisions_file(version))) as file:
-            pq.write_table(plan.decisions, file, compression="zstd")
+        publish_table(storage.join(corpus.tokens, decisions_file(version)), plan.decisions)
 
 
 def undo(tokens: str, version: int) -> int:

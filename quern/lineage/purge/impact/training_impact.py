@@ -94,12 +94,7 @@ def _why(path: str, error: Exception) -> str:
 
 def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChange | None) -> Row:
     train = TrainingRun(path, {run_id: os.path.abspath(storage.split(run)[1])} if storage.is_local(run) else None)
-    own = dict.fromkeys(
-        identity
-        for attempt in train.attempts
-        for identity in train.order_of(attempt).ids
-        if identity.startswith(f"{run_id}/")
-    )
+    own = [identity for identity in train.identities if identity.startswith(f"{run_id}/")]
     unknown = {identity: why for identity, why in train.unknown().items() if identity in own}
     lineages = [lineage for lineage in train.lineages() if lineage.run_id == run_id] if own else []
     if unknown and not lineages:
@@ -110,7 +105,7 @@ def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChan
     newest = train.attempts[-1]
     steps = sorted(step for step, (_, applied) in tally.steps.items() if applied)
     return {
-        "sources": list(own), "unknown_sources": unknown, "steps_complete": train.reached,
+        "sources": own, "unknown_sources": unknown, "steps_complete": train.reached,
         "documents_read": documents, "exposures": tally.surviving, "applied": tally.applied, "purged": tally.purged,
         "skipped": tally.surviving - tally.applied - tally.purged, "abandoned": tally.abandoned,
         "of_unknown_version": tally.unsure,
@@ -188,10 +183,7 @@ def _checkpoint(seen: SeenCheckpoint, first: int | None = None) -> Row:
 
 def init_from(train: TrainingRun) -> str | None:
     """The checkpoint with which the weights were initialised, if any: what it has read is not known here."""
-    try:
-        return train.config.init_from
-    except InputError:
-        return None
+    return train.of_config(lambda config: config.init_from, None)
 
 
 def _warnings(train: TrainingRun, tally: Tally, unknown: Mapping[str, str], change: VersionChange | None) -> list[str]:
@@ -215,14 +207,7 @@ def _warnings(train: TrainingRun, tally: Tally, unknown: Mapping[str, str], chan
         )
     if (started := init_from(train)) is not None:
         found.append(f"the weights began as {started}; what they saw before is not known here")
-    if _has_store(train):
+    if train.of_config(lambda config: config.checkpoint.store, None) is not None:
         found.append("checkpoints that only its store has are not listed")
     found += [f"{path} is not judged: {why}" for path, why in train.damaged.items()]
     return found
-
-
-def _has_store(train: TrainingRun) -> bool:
-    try:
-        return train.config.checkpoint.store is not None
-    except InputError:
-        return False

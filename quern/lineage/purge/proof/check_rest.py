@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from quern.lineage.index.build import FOLDER as INDEX_FOLDER
 from quern.lineage.index.changes import CHANGE_FILE
 from quern.lineage.purge.apply.clean import REPORT
 from quern.lineage.purge.apply.pages import pages, shown_in
+from quern.lineage.purge.apply.superseded import MANIFEST, SHARD
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import journal
@@ -26,9 +26,6 @@ from quern.tokenize import reader_lock
 from quern.tokenize.corpus_version import listed_files
 
 __all__ = ["check_left_over", "check_pages", "check_purge_list"]
-
-_SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v[1-9][0-9]*)?\.(?:bin|spans\.parquet)")
-_MANIFEST = re.compile(r"manifest(?:\.v[1-9][0-9]*)?\.json")
 
 
 def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
@@ -65,7 +62,7 @@ def _unlisted(run: str, version: Mapping[str, Any], check: Check) -> Iterator[tu
         changes = CHANGE_FILE.fullmatch(file)
         if changes and int(changes[1]) > version["version"]:
             yield name, f"is of a version after {version['version']}, which is the newest"
-        elif (_SHARD.fullmatch(file) or _MANIFEST.fullmatch(file)) and name not in listed:
+        elif (SHARD.fullmatch(file) or MANIFEST.fullmatch(file)) and name not in listed:
             yield name, "is listed by no version any more"
 
 
@@ -75,7 +72,7 @@ def _held(run: str) -> set[str]:
     root = storage.split(run)[1]
     for path in storage.list_files(os.path.join(root, "tokens")):
         folder, file = path.rsplit("/", 2)[-2:]
-        if not _MANIFEST.fullmatch(file):
+        if not MANIFEST.fullmatch(file):
             continue
         free, lock = reader_lock.take_alone(path)
         reader_lock.release(lock)

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import io
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import __version__, storage
 from quern.data_pipeline.page.keys import key_set, keys_of
@@ -31,13 +28,13 @@ from quern.errors import InputError, QuernError
 from quern.lineage.purge.record.journal import Intent
 from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, WHY
 from quern.lineage.purge.tables.files import FileChange
+from quern.storage.parquet import publish_table
 from quern.tokenize.shard_format import VERSION_FILE
 
 __all__ = [
     "CHANGE_SCHEMA",
     "FOLDER",
     "Entry",
-    "Purge",
     "anchor",
     "append",
     "check_anchor",
@@ -60,20 +57,6 @@ CHANGE_SCHEMA = pa.schema(
 _NAME = re.compile(r"([0-9]{5,9})\.json")
 _ROW_GROUP = 1 << 16
 _KEY_BYTES = (32, 4096)
-
-
-@dataclass(frozen=True)
-class Purge:
-    """The description of a purge as plain data, without documents and files; by its intent's id an entry is written
-    once."""
-
-    intent: Intent
-    purge_list: Mapping[str, str] | None
-    """``list`` (where it is); ``file`` (below it, or its path) and ``sha256`` of what was added, if anything was."""
-    training_impact: Mapping[str, Any] | None = None
-    """What was known, before anything changed, of who had read the documents
-    (:func:`quern.lineage.purge.impact.training_impact.training_impact`)."""
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -122,22 +105,30 @@ def last_entry(run: str) -> Entry | None:
     return read_entry(run, found[-1]) if found else None
 
 
-def append(run: str, purge: Purge, deletion_set: pa.Table, changes: Iterable[FileChange]) -> Entry:
+def append(
+    run: str, intent: Intent, deletion_set: pa.Table, changes: Iterable[FileChange],
+    purge_list: Mapping[str, str] | None, training_impact: Mapping[str, Any] | None = None, notes: Sequence[str] = (),
+) -> Entry:  # fmt: skip
     """Add the entry of a purge, and return it; if the last entry is of this very purge, that one.
+
+    ``purge_list``: ``list`` (where it is); ``file`` (below it, or its path) and ``sha256`` of what was added, if
+    anything was. ``training_impact``: what was known, before anything changed, of who had read the documents.
 
     Tables first, the entry last: it appears whole, under a number that was free. The caller holds the run's lock.
 
     Raises:
         QuernError: another process has added an entry meanwhile.
     """
-    intent, last = purge.intent, last_entry(run)
+    last = last_entry(run)
     if last is not None and last.record["id"] == intent.id:
         return last
     number = last.number + 1 if last is not None else 1
     documents = deletion_set.select(DELETION_SET_SCHEMA.names).cast(DELETION_SET_SCHEMA).sort_by("doc_id")
     files = pa.Table.from_pylist([vars(change) for change in sorted(changes)], CHANGE_SCHEMA)
     tables = {".parquet": documents, ".files.parquet": files}
-    sums = {end: _publish_table(path_of(run, number, end), table) for end, table in tables.items()}
+    for end, table in tables.items():
+        publish_table(path_of(run, number, end), table, row_group_size=_ROW_GROUP, version="2.6")
+    sums = {end: storage.sha256(path_of(run, number, end)) for end in tables}
     whys = dict(zip(*(documents["why"].value_counts().flatten()[at].to_pylist() for at in (0, 1)), strict=True))
     record = {
         "format": FORMAT,
@@ -161,10 +152,10 @@ def append(run: str, purge: Purge, deletion_set: pa.Table, changes: Iterable[Fil
         },
         "restored": intent.counts.get("documents_restored", 0),
         "files": {"count": len(files), "sha256": sums[".files.parquet"]},
-        "purge_list": _from_anywhere(purge.purge_list) if purge.purge_list is not None else None,
+        "purge_list": purge_list and {**purge_list, "list": storage.absolute(purge_list["list"])},
         "train_runs": list(intent.train_runs),
-        "taint": dict(purge.training_impact) if purge.training_impact is not None else None,
-        "notes": list(purge.notes),
+        "taint": training_impact,
+        "notes": list(notes),
     }
     data = (json.dumps(record, sort_keys=True, indent=2, ensure_ascii=False) + "\n").encode()
     path = path_of(run, number)
@@ -235,21 +226,7 @@ def _signature(entry: Entry, key: bytes) -> str:
     return hmac.digest(key, f"quern audit {entry.number} {entry.sha256}".encode(), "sha256").hex()
 
 
-def _from_anywhere(purge_list: Mapping[str, str]) -> dict[str, str]:
-    """With the path of the list as it is found from another working folder too."""
-    place = purge_list["list"]
-    return {**purge_list, "list": os.path.abspath(storage.split(place)[1]) if storage.is_local(place) else place}
-
-
 def digest_of(doc_ids: pa.Array | pa.ChunkedArray | np.ndarray) -> str:
     """Hex SHA-256 of all doc_ids, 16 bytes each, sorted: the same for the same set of documents."""
     ids = doc_ids if isinstance(doc_ids, np.ndarray) else key_set([keys_of(doc_ids)])
     return hashlib.sha256(ids.tobytes()).hexdigest()
-
-
-def _publish_table(path: str, table: pa.Table) -> str:
-    sink = io.BytesIO()
-    pq.write_table(table, sink, row_group_size=_ROW_GROUP, compression="zstd", version="2.6")
-    data = sink.getvalue()
-    storage.publish_bytes(path, data)
-    return hashlib.sha256(data).hexdigest()

@@ -13,13 +13,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
 from quern.lineage.purge.tables.files import PURGE_FOLDER as FOLDER
-from quern.storage.parquet import read_table
+from quern.storage.parquet import publish_table, read_table
 from quern.tokenize.corpus_version import inside
 
 __all__ = [
@@ -86,8 +85,7 @@ def path_of(run: str, name: str) -> str:
 def write_intent(run: str, intent: Intent, tables: Mapping[str, pa.Table], notes: Mapping[str, Any]) -> None:
     """Write it down, the tables and notes (plain data) by name; from the end of this call on the purge is under way."""
     for name, table in tables.items():
-        with storage.publish(path_of(run, f"{name}.parquet")) as file:
-            pq.write_table(table, file, compression="zstd")
+        publish_table(path_of(run, f"{name}.parquet"), table)
     for name, note in notes.items():
         storage.write_json(path_of(run, f"{name}.json"), note)
     storage.write_json(path_of(run, _INTENT), asdict(intent))

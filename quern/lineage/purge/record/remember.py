@@ -85,9 +85,7 @@ def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
     if f"{_absolute(folder)}/".startswith(f"{_absolute(run)}/"):
         raise InputError(f"{folder}: the purge list would go with the run; give a --purge-list outside of it")
     _check_writable(folder)
-    if storage.is_local(folder):  # a later command may run in another folder
-        folder = os.path.abspath(storage.split(folder)[1])
-    return folder, why
+    return storage.absolute(folder), why  # a later command may run in another folder
 
 
 def _check_writable(folder: str) -> None:

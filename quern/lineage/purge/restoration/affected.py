@@ -120,7 +120,7 @@ def _share_full_band(run: str, doc_ids: np.ndarray, config: DuplicatesConfig) ->
             path = signatures_of(run, source, partition)
             scope = scope_words([source], config.scope)[0]
             columns = ["doc_id", "signature"]
-            for batch in batches(path, columns, 1024) if wanted is None else matching(path, columns, wanted):
+            for batch in batches(path, columns, rows=1024) if wanted is None else matching(path, columns, wanted):
                 signed = batch.filter(batch.column("signature").is_valid())
                 values = signed.column("signature").flatten().to_numpy(zero_copy_only=False)
                 if len(values) != signed.num_rows * config.num_perm:

@@ -66,7 +66,6 @@ _ADVICE = "; --duplicates restore needs it, --duplicates purge does not"
 class Restored:
     """The changes of a restore besides the documents to delete."""
 
-    run: str
     restored: pa.Table
     """:data:`MOVED_SCHEMA`: not in the corpus, and will be. Their tokens: ``restored_tokens.write_tokens``."""
     displaced: pa.Table
@@ -135,7 +134,7 @@ class _Reconsidered:
             os.path.join(self.folder, ".work"),
         )
         restored, displaced, decisions = self._compare(partitions, wanted)
-        return Restored(self.run, restored, displaced, decisions, decided, doc_ids is None)
+        return Restored(restored, displaced, decisions, decided, doc_ids is None)
 
     # ---- the tables of what is decided again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,13 +18,8 @@ _ROWS = 1 << 17
 _HEAVY_ROWS = 1024
 
 
-def batches(path: str, columns: Sequence[str], rows: int = _ROWS) -> Iterator[pa.RecordBatch]:
-    """The rows of a table.
-
-    Raises:
-        InputError: it is missing or damaged, or lacks a column.
-    """
-    return read_batches(path, columns, rows, missing="is missing")
+#: The rows of a table, some at a time; an InputError says that it is missing or damaged, or lacks a column.
+batches = functools.partial(read_batches, rows=_ROWS, missing="is missing")
 
 
 def matching(
