@@ -78,8 +78,9 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
         parts = _FORM.fullmatch(" ".join(told.get(name, "").split()))
         assert parts is not None, "every text has this form"
         section = _section(field.annotation)
-        meaning = parts["meaning"] or (_first_sentence(section[0]) if section else "")
-        yield Key(prefix + name, _type(field), _default(field), parts["unit"], meaning, parts["example"])
+        meaning = parts["meaning"] or (" ".join((section[0].__doc__ or "").split("\n\n")[0].split()) if section else "")
+        kind = _named(field.annotation) + _bounds(field.metadata)
+        yield Key(prefix + name, kind, _default(field), parts["unit"], meaning, parts["example"])
         if section is not None:
             yield from _walk(section[0], f"{prefix}{name}.{'N.' if section[1] else ''}")
 
@@ -99,10 +100,6 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _first_sentence(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
-
-
 def _section(annotation: Any) -> tuple[type[BaseModel], bool] | None:
     """The model that a key's value is, and whether there are several of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -112,10 +109,6 @@ def _section(annotation: Any) -> tuple[type[BaseModel], bool] | None:
         if (found := _section(inner)) is not None:
             return found[0], several or found[1]
     return None
-
-
-def _type(field: FieldInfo) -> str:
-    return _named(field.annotation) + _bounds(field.metadata)
 
 
 def _named(annotation: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from quern import storage
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.execution.commits import TABLES, commit_path
+from quern.data_pipeline.execution.run_directory import read_record
 from quern.errors import InputError
 
 __all__ = ["Committed", "missing_tables", "named", "read_committed"]
@@ -35,7 +36,7 @@ def read_committed(run: str) -> Committed:
     Raises:
         InputError: a commit cannot be read.
     """
-    record = _record(run)
+    record = read_record(run) or {}
     tables: dict[str, str | None] = dict.fromkeys(_imported(record))
     paths = [commit_path(run, "pages", *piece) for piece in _pieces(run)]
     pages = 0
@@ -56,7 +57,7 @@ def missing_tables(run: str, folders: Collection[str], source: str | None = None
     """The sorted paths below the run of committed tables of ``folders`` that are missing. ``source``: its own only."""
     own = [folder for folder in TABLES if folder in folders]
     wanted = {f"{folder}/{piece[0]}/{piece[1]}.parquet" for piece in _pieces(run) for folder in own}
-    wanted |= {path for path in _imported(_record(run)) if path.split("/")[0] in folders}
+    wanted |= {path for path in _imported(read_record(run) or {}) if path.split("/")[0] in folders}
     if "duplicates" in folders and storage.is_file(commit_path(run, "duplicates", "all", "decisions")):
         wanted |= {DECISIONS, CLUSTERS}
     there = set()
@@ -82,12 +83,6 @@ def _outputs(path: str, entry: Any) -> dict[str, str]:
     if not isinstance(outputs, dict) or not isinstance(entry.get("counts"), dict):
         raise InputError(f"{path}: expected a commit, with outputs and counts")
     return outputs
-
-
-def _record(run: str) -> dict[str, Any]:
-    path = storage.join(run, "run.json")
-    record = storage.read_json(path) if storage.is_file(path) else None
-    return record if isinstance(record, dict) else {}
 
 
 def _imported(record: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from quern.data_pipeline.chain import QUALITY_GATE
@@ -12,6 +11,9 @@ from quern.data_pipeline.execution.commits import TABLES
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
 
 __all__ = ["PageRows"]
+
+#: Columns of verdicts that are a page's own attributes.
+_OF_PAGE = [name for name in verdict_schema(()).names if name not in ("pre_filter_hash", "post_filter_hash")]
 
 
 class PageRows:
@@ -39,26 +41,9 @@ class PageRows:
         self.chars += sum(map(len, filter(None, names)))
         self.rows["verdicts"].append(
             {
-                "doc_id": page.doc_id,
-                "source": page.source,
-                "url": page.url,
-                "canonical_url": page.canonical_url,
-                "surt": page.surt,
-                "host": page.host,
-                "source_file": page.source_file,
-                "record_offset": page.record_offset,
-                "record_length": page.record_length,
-                "record_id": page.record_id,
-                "fetched_at": page.fetched_at,
-                "payload_digest": page.payload_digest,
-                "charset": page.charset,
-                "language": page.language,
-                "language_score": page.language_score,
+                **{name: getattr(page, name) for name in _OF_PAGE},
                 "pre_filter_hash": content_hash(page.extracted) if page.extracted is not None else None,
                 "post_filter_hash": content_hash(text) if text is not None else None,
-                "stage": page.stage,
-                "reason": page.reason,
-                "failed_rules": page.failed_rules,
                 **{name: page.measures.get(name) for name in self.measures},
             }
         )
@@ -74,20 +59,4 @@ class PageRows:
             )
 
     def tables(self) -> dict[str, pa.Table]:
-        return {name: _table(rows, self.schemas[name]) for name, rows in self.rows.items()}
-
-
-def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
-    columns = [_column([row[field.name] for row in rows], field) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _column(values: list[Any], field: pa.Field) -> pa.Array:
-    if not pa.types.is_list(field.type) or pa.types.is_string(field.type.value_type):
-        return pa.array(values, field.type)
-    sizes = [0 if value is None else len(value) for value in values]
-    filled = [value for value in values if value is not None and len(value)]
-    flat = np.concatenate(filled) if filled else np.empty(0, field.type.value_type.to_pandas_dtype())
-    offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
-    mask = pa.array(np.array([value is None for value in values], bool))
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, field.type.value_type), field.type, mask=mask)
+        return {name: pa.Table.from_pylist(rows, schema=self.schemas[name]) for name, rows in self.rows.items()}

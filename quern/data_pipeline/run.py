@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from quern import storage
 from quern.config import digest
@@ -116,10 +116,10 @@ def _run_pages(
     def drive(todo: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         strikes = _Strikes(progress, storage.is_local(scratch))
         results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
-        with _Sweeper() as sweeper:
+        with ThreadPoolExecutor(8, "sweeper") as sweeper:  # on a store each folder takes a few round trips
             for position, entry in results:
                 InFlightMarker.remove(tasks[todo[position]].marker)
-                sweeper.remove(tasks[todo[position]].scratch)
+                sweeper.submit(_sweep, tasks[todo[position]].scratch)
                 yield todo[position], entry
 
     for index, entry in drive(todo):
@@ -190,28 +190,15 @@ def _standing(run_dir: str, tasks: Sequence[PartitionTask], there: set[str]) -> 
     return standing
 
 
-class _Sweeper:
-    """Removes scratch folders of finished partitions, beside the run: on a store each takes a few round trips.
+def _sweep(folder: str) -> None:
+    """Remove the scratch folder of a finished partition.
 
     What is left of one into which a worker that should be gone still writes goes with the whole scratch folder.
     """
-
-    def __enter__(self) -> Self:
-        self._threads = ThreadPoolExecutor(8, "sweeper")
-        return self
-
-    def remove(self, folder: str) -> None:
-        self._threads.submit(self._remove, folder)
-
-    @staticmethod
-    def _remove(folder: str) -> None:
-        try:
-            storage.remove_tree(folder)
-        except OSError as error:
-            log.info("%s: is removed at the end of the run (%s)", folder, error)
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=True)
+    try:
+        storage.remove_tree(folder)
+    except OSError as error:
+        log.info("%s: is removed at the end of the run (%s)", folder, error)
 
 
 class _Strikes:

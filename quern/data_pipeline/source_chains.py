@@ -16,7 +16,7 @@ from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.config import ChainConfig, PipelineConfig
 from quern.data_pipeline.sources.plan import NOT_DECIDING
 
-__all__ = ["PAGES_FORMAT", "SourceChain", "build_chains", "named_files", "pages_hash", "source_chains"]
+__all__ = ["PAGES_FORMAT", "SourceChain", "build_chains", "named_files", "source_chains"]
 
 #: Raised whenever the code would make other bytes from the same config.
 PAGES_FORMAT = 3
@@ -43,15 +43,8 @@ def build_chains(config: PipelineConfig) -> dict[str, tuple[str, ...]]:
     Raises:
         InputError: a named file is missing or not what it should be.
     """
-    by_recipe: dict[str, tuple[str, ...]] = {}
-    found = {}
-    for source in config.sources:
-        own = config.chain_of(source)
-        key = canonical_json(own)
-        if key not in by_recipe:
-            by_recipe[key] = Chain(own).measures
-        found[source.name] = by_recipe[key]
-    return found
+    measures = lru_cache(maxsize=None)(lambda recipe: Chain(ChainConfig.model_validate_json(recipe)).measures)
+    return {source.name: measures(canonical_json(config.chain_of(source))) for source in config.sources}
 
 
 def source_chains(config: PipelineConfig) -> dict[str, SourceChain]:
@@ -79,11 +72,6 @@ def source_chains(config: PipelineConfig) -> dict[str, SourceChain]:
     return chains
 
 
-def pages_hash(config: PipelineConfig) -> dict[str, str]:
-    """Source name → the digest that the commits of its partitions record."""
-    return {name: own.digest for name, own in source_chains(config).items()}
-
-
 def _files_of(chain: Mapping[str, Any]) -> set[str]:
     """The files that the config of a chain names. Options of extra rules are any texts: of these, local files alone."""
     extra = chain.get("extra", ())
@@ -95,19 +83,17 @@ def _texts(tree: Any) -> Iterator[str]:
     """Every text among the values of plain data."""
     if isinstance(tree, str):
         yield tree
-    elif isinstance(tree, Mapping | list):
+    elif isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _texts(value)
 
 
 def named_files(tree: Any) -> set[str]:
     """The files that texts in a config name: lists, lexicons, models, as a path, a glob or a folder."""
-    if isinstance(tree, Mapping):
-        return set().union(*(named_files(value) for value in tree.values()))
-    if isinstance(tree, list | tuple):
-        return set().union(*(named_files(value) for value in tree))
-    if not isinstance(tree, str) or not ("/" in tree or "." in tree or "*" in tree):
-        return set()
-    if storage.is_file(tree):
-        return {tree}
-    return set(storage.glob(tree) if glob.has_magic(tree) else storage.list_files(tree))
+    found: set[str] = set()
+    for text in (text for text in _texts(tree) if "/" in text or "." in text or "*" in text):
+        if storage.is_file(text):
+            found.add(text)
+        else:
+            found.update(storage.glob(text) if glob.has_magic(text) else storage.list_files(text))
+    return found

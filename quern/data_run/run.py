@@ -67,10 +67,9 @@ def run_resolved(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> d
     """
     partitions = pages.plan_sources(config)
     build_chains(config)
-    if not is_complete(config.run_dir):
-        _check_encoding(
-            config
-        )  # a missing encoding is an error now, not after hours of pages, and leaves no run directory
+    if not is_complete(config.run_dir) and not config.tokenize.trains:
+        # a missing encoding is an error now, not after hours of pages, and leaves no run directory
+        load_encoding(config.tokenize.encoding, config.tokenize.ranks)
     plain = config.model_dump(mode="json")
     with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
         if directory.complete:
@@ -178,9 +177,3 @@ def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...], tell: Callab
         except (QuernError, OSError, KeyError, TypeError, ValueError) as error:
             tell(f"{run}/report.html: is missing and cannot be made anew: {error}")
     return stats
-
-
-def _check_encoding(config: DataRun) -> None:
-    """A missing encoding stops the run now, not after hours of pages."""
-    if not config.tokenize.trains:
-        load_encoding(config.tokenize.encoding, config.tokenize.ranks)

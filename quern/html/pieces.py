@@ -65,17 +65,16 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def percent(part: float, whole: float, digits: int = 1) -> str:
+def percent(part: float, whole: float) -> str:
     """``12.3 %``; ``–`` when the whole is nothing, ``<0.1 %`` or ``>99.9 %`` for what would round to none or all."""
     if not whole:
         return "–"
     share = 100 * part / whole
     if share in (0, 100):
         return f"{share:.0f} %"
-    least = 10.0**-digits
-    if share < least / 2:
-        return f"<{least:g} %"
-    return f">{100 - least:g} %" if share > 100 - least / 2 else f"{share:.{digits}f} %"
+    if share < 0.05:
+        return "<0.1 %"
+    return ">99.9 %" if share > 99.95 else f"{share:.1f} %"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from quern.remote.objects import Objects, objects
 from quern.remote.retry import Backoff, ChangedError, StoreError
 from quern.remote.s3 import S3
 
-__all__ = ["Lease", "hold", "takes_leases"]
+__all__ = ["Lease", "began", "boot", "hold", "takes_leases"]
 
 PERIOD_S = 5.0
 STALE_S = 30.0
@@ -143,30 +143,22 @@ class Lease:
         """
         first: tuple[str, float] | None = None
         while True:
-            held, etag = self._standing()
-            if held is None:
-                with suppress(ChangedError):  # another process was faster
-                    self._put(None)
-                    self._look_again()
-                    return
-                continue
-            if first is None:
-                first = etag, time.monotonic()
-            elif first[0] != etag:
-                raise QuernError(f"{self._what}: another driver is at work in this run ({_named(held)})")
-            if _is_gone(held) or self._age_s() > self._stale_s or time.monotonic() - first[1] > self._stale_s:
-                try:
-                    self._put(etag)
-                except ChangedError:
+            info = self._store.stat(self._url)
+            held = self._read() if info is not None else None
+            etag = info.etag if info is not None and held is not None else None
+            if held is not None and etag is not None:
+                if first is None:
+                    first = etag, time.monotonic()
+                elif first[0] != etag:
+                    raise QuernError(f"{self._what}: another driver is at work in this run ({_named(held)})")
+                waited_s = time.monotonic() - first[1]
+                if not (_is_gone(held) or self._age_s() > self._stale_s or waited_s > self._stale_s):
+                    time.sleep(self._period_s / 4)
                     continue
+            with suppress(ChangedError):  # another process was faster
+                self._put(etag)
                 self._look_again()
                 return
-            time.sleep(self._period_s / 4)
-
-    def _standing(self) -> tuple[dict[str, Any] | None, str]:
-        info = self._store.stat(self._url)
-        held = self._read() if info is not None else None
-        return (held, info.etag) if info is not None and held is not None else (None, "")
 
     def _age_s(self) -> float:
         try:
@@ -247,21 +239,21 @@ def _now_s() -> float:
 
 
 def _process() -> dict[str, Any]:
-    return {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "began": _began(os.getpid())}
+    return {"host": platform.node(), "boot": boot(), "pid": os.getpid(), "began": began(os.getpid())}
 
 
-def _boot() -> str:
+def boot() -> str:
     """Since when this machine is up, and in which world of process numbers this process lives."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
-def _began(pid: int) -> str:
+def began(pid: int) -> str:
     """When a process of this machine was started, in ticks since boot; empty if it is gone or cannot be told."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         words = file.read().rpartition(")")[2].split()
-        return "" if words[0] == "Z" else words[19]
+        return "" if words[0] in "ZX" else words[19]
     return ""
 
 
@@ -271,7 +263,7 @@ def _is_gone(held: dict[str, Any]) -> bool:
     if not mine["boot"] or (held.get("host"), held.get("boot")) != (mine["host"], mine["boot"]):
         return False
     pid = held.get("pid")
-    return isinstance(pid, int) and _began(pid) != held.get("began")
+    return isinstance(pid, int) and began(pid) != held.get("began")
 
 
 def _named(held: dict[str, Any]) -> str:

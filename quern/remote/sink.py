@@ -23,13 +23,8 @@ class Info:
     modified: str = ""
 
     @property
-    def version(self) -> tuple[int, str]:
-        """Equal for answers of one version of an object, as far as the store tells."""
-        return self.size, self.etag or self.modified
-
-    @property
     def fingerprint(self) -> str:
-        """The same as one text."""
+        """Equal for answers of one version of an object, as far as the store tells."""
         return f"{self.size}:{self.etag or self.modified}"
 
 
@@ -97,7 +92,7 @@ class Sink:
                 f"{self.url}: the server does not say how long it is; copy the file first", transient=False
             )
         info = Info(total, etag, sha256, modified)
-        if self.info is not None and info.version != self.info.version:
+        if self.info is not None and info.fingerprint != self.info.fingerprint:
             was, now = (f"{one.size} bytes with ETag {one.etag or 'unknown'}" for one in (self.info, info))
             raise ChangedError(f"{self.url}: changed while it was read: {was}, now {now}; begin another run")
         self.info = self.info or info

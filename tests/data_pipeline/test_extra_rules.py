@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.config import load_config
-from quern.data_pipeline.source_chains import pages_hash
 from quern.data_pipeline.stages.extra.modules import find_sources
 from quern.data_run.config import DataRun
 from quern.errors import InputError, QuernError
+from support.data_pipeline.digests import pages_hash
 from support.data_pipeline.in_process import run_config
 from support.documents import ROOT, blocks
 

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from quern.cli.main import app
 from quern.config import digest, load_config
 from quern.data_pipeline.config import RECIPE_SECTIONS
-from quern.data_pipeline.source_chains import pages_hash
 from quern.data_run.config import DataRun
 from quern.errors import InputError
 from quern.train.config import TrainConfig
+from support.data_pipeline.digests import pages_hash
 from support.data_pipeline.in_process import run_config
 
 CODE = Path(__file__).resolve().parents[2] / "configs" / "code.yaml"

@@ -24,13 +24,14 @@ from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.commits import publish_commit
 from quern.data_pipeline.execution.engine import InProcess
 from quern.data_pipeline.monitoring.progress import RunProgress
-from quern.data_pipeline.source_chains import named_files, pages_hash
+from quern.data_pipeline.source_chains import named_files
 from quern.data_pipeline.stages.toxicity import Toxicity
 from quern.data_run.config import DataRun
 from quern.errors import InputError
 from quern.tokenize.exchange.export import export
 from quern.tokenize.writing import run as tokens
 from support.data_pipeline import in_process
+from support.data_pipeline.digests import pages_hash
 
 NOUNS = [
     *("river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper"),

@@ -28,6 +28,7 @@ from quern.data_pipeline.execution.run_directory import (
     check_writable,
     is_complete,
     look,
+    read_record,
 )
 from quern.data_pipeline.monitoring import run_status
 from quern.data_pipeline.source_chains import build_chains
@@ -166,9 +167,8 @@ def report_command(run_dir: RunDir, json: bool = JSON) -> None:
 
 
 def _why_no_stats(run_dir: str) -> str:
-    path = storage.join(run_dir, "run.json")
-    record = storage.read_json(path) if storage.exists(path) else None
-    if not isinstance(record, dict):
+    record = read_record(run_dir)
+    if record is None:
         return "it has no run.json"
     if isinstance(config := record.get("config"), dict) and "import" in config:
         return "this one is of imported tokens, and of these there is no report"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quern.data_pipeline.dedup.rows import key_starts, made_of
+
 __all__ = [
     "MAX_SIZE",
     "MEMBER",
@@ -109,9 +111,7 @@ def propose(
 
 def _starts(members: np.ndarray) -> np.ndarray:
     """Where keys begin in sorted rows. Equal keys of different bands are a freak of their hash, and different."""
-    starts = np.ones(len(members), dtype=bool)
-    starts[1:] = (members["key"][1:] != members["key"][:-1]) | (members["band"][1:] != members["band"][:-1])
-    return starts
+    return key_starts(members["key"], members["band"])
 
 
 def _first_members(members: np.ndarray, most: int) -> np.ndarray:
@@ -144,11 +144,8 @@ def _propose_block(table: np.ndarray, block: np.ndarray, max_pairs: int, sizes: 
         end = max(int(np.searchsorted(sums, before + max_pairs, side="right")), done + 1)
         count = partners[done:end]
         nth = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        pairs = np.empty(len(nth), dtype=PAIR)
-        pairs["low"] = table["doc"][np.repeat(first[done:end], count) + nth]
-        pairs["high"] = np.repeat(high[done:end], count)
-        pairs["band"] = np.repeat(band[done:end], count)
-        yield pairs
+        low = table["doc"][np.repeat(first[done:end], count) + nth]
+        yield made_of(PAIR, low=low, high=np.repeat(high[done:end], count), band=np.repeat(band[done:end], count))
         done = end
 
 
@@ -159,8 +156,5 @@ def unique_pairs(pairs: np.ndarray) -> np.ndarray:
     low, high = np.ascontiguousarray(pairs["low"]), np.ascontiguousarray(pairs["high"])
     order = np.lexsort((low, high))
     low, high = low[order], high[order]
-    starts = np.flatnonzero(np.concatenate(([True], (low[1:] != low[:-1]) | (high[1:] != high[:-1]))))
-    unique = np.empty(len(starts), dtype=PAIR)
-    unique["low"], unique["high"] = low[starts], high[starts]
-    unique["band"] = np.minimum.reduceat(pairs["band"][order], starts)
-    return unique
+    starts = np.flatnonzero(key_starts(low, high))
+    return made_of(PAIR, low=low[starts], high=high[starts], band=np.minimum.reduceat(pairs["band"][order], starts))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
+from quern.data_pipeline.dedup.rows import key_starts, made_of
+
 __all__ = ["KEYED", "REMOVAL", "find_equal", "firsts", "scope_words", "url_keys"]
 
 #: A document under a 128-bit key. Of those with an equal key the one with the least ``(order, rank)`` stays.
@@ -25,9 +27,7 @@ def find_equal(documents: np.ndarray, known: np.ndarray) -> np.ndarray:
     every, starts = _by_key(np.concatenate((known, documents)))
     survivor = every["rank"][np.maximum.accumulate(np.where(starts, np.arange(len(every)), 0))]
     away = every["rank"] != survivor
-    removed = np.empty(int(away.sum()), dtype=REMOVAL)
-    removed["rank"], removed["by"] = every["rank"][away], survivor[away]
-    return removed
+    return made_of(REMOVAL, rank=every["rank"][away], by=survivor[away])
 
 
 def firsts(documents: np.ndarray) -> np.ndarray:
@@ -39,9 +39,7 @@ def firsts(documents: np.ndarray) -> np.ndarray:
 def _by_key(documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The documents by key, the first of each in front, and where keys begin."""
     ordered = documents[np.lexsort((documents["rank"], documents["order"], documents["low"], documents["high"]))]
-    starts = np.ones(len(ordered), dtype=bool)
-    starts[1:] = (ordered["high"][1:] != ordered["high"][:-1]) | (ordered["low"][1:] != ordered["low"][:-1])
-    return ordered, starts
+    return ordered, key_starts(ordered["high"], ordered["low"])
 
 
 def url_keys(urls: list[str]) -> np.ndarray:

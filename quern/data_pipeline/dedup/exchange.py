@@ -9,7 +9,7 @@ share) a reader takes a block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,15 @@ __all__ = [
     "cuts",
     "num_buckets",
     "read_records",
+    "record_blocks",
+    "regrouped",
 ]
 
 #: Of buckets by key or rank: it keeps heads small, and 16 bits are sorted in linear time.
 MAX_BUCKETS = 1 << 14
 _OFFSET = np.dtype("<i8")
+#: Records of a file that are read at once, where nothing else asks for fewer.
+_BLOCK = 1 << 16
 #: Ranges a task is given are cut from this many times as many buckets, so that they come out about equal.
 _BUCKETS_PER_TASK = 4
 #: The least a writer gathers before it leaves a file, however small the tasks.
@@ -105,17 +109,7 @@ class Slice:
 
     def blocks(self, dtype: np.dtype, max_records: int) -> Iterator[np.ndarray]:
         """All records in that order, at most ``max_records`` at a time."""
-        held: list[np.ndarray] = []
-        room = max_records
-        for piece in self._pieces(dtype, max_records):
-            while len(piece) >= room:
-                yield _joined([*held, piece[:room]])
-                held, piece, room = [], piece[room:], max_records
-            if len(piece):
-                held.append(piece)
-                room -= len(piece)
-        if held:
-            yield _joined(held)
+        return regrouped(self._pieces(dtype, max_records), max_records)
 
     def _pieces(self, dtype: np.dtype, max_records: int) -> Iterator[np.ndarray]:
         if self.records == 0:
@@ -130,6 +124,21 @@ class Slice:
                     upto = min(at + max_records, end)
                     data = storage.read_range(path, head + at * dtype.itemsize, head + upto * dtype.itemsize)
                     yield np.frombuffer(data, dtype=dtype)
+
+
+def regrouped(pieces: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
+    """The rows of some pieces in that order, ``rows`` at a time; the last are what is left."""
+    held: list[np.ndarray] = []
+    room = rows
+    for piece in pieces:
+        while len(piece) >= room:
+            yield _joined([*held, piece[:room]])
+            held, piece, room = [], piece[room:], rows
+        if len(piece):
+            held.append(piece)
+            room -= len(piece)
+    if held:
+        yield _joined(held)
 
 
 def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
@@ -211,3 +220,9 @@ def bucket_of_rank(ranks: np.ndarray, buckets: int) -> np.ndarray:
 def read_records(path: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
     """The records from ``start`` up to and without ``end`` of a file of nothing but records."""
     return np.frombuffer(storage.read_range(path, start * dtype.itemsize, end * dtype.itemsize), dtype=dtype)
+
+
+def record_blocks(path: str, dtype: np.dtype, count: int, rows: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:
+    """The first ``count`` records of such a file, at most ``rows`` at a time, each with the place of its first."""
+    for start in range(0, count, rows):
+        yield start, read_records(path, dtype, start, min(start + rows, count))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quern.data_pipeline.dedup.bands import ranks_of, sizes_of
+from quern.data_pipeline.dedup.rows import key_starts, made_of
 
 __all__ = ["VERIFIED", "Removed", "could_match", "fitting", "survivors", "survivors_after", "verify"]
 
@@ -40,7 +41,7 @@ def fitting(low: np.ndarray, high: np.ndarray, budget: int, per_pair: int) -> It
     while start < len(low):
         end = min(start + count, len(low))
         docs = np.sort(np.concatenate((low[start:end], high[start:end])))
-        docs = docs[np.concatenate(([True], docs[1:] != docs[:-1]))]
+        docs = docs[key_starts(docs)]
         cost = int(sizes_of(docs).sum()) + per_pair * (end - start)
         if cost > budget and end - start > 1:
             count, may_grow = max((end - start) // 2, 1), False
@@ -71,10 +72,7 @@ def verify(
         union = size[a] + size[b] - common
         similarity[start:end] = np.divide(common, union, out=np.full(len(union), np.nan), where=union > 0)
     hit = (similarity >= threshold) | (threshold <= 0)
-    verified = np.empty(int(hit.sum()), dtype=VERIFIED)
-    verified["low"], verified["high"], verified["band"] = low[hit], high[hit], pairs["band"][hit]
-    verified["similarity"] = similarity[hit]
-    return verified
+    return made_of(VERIFIED, pairs[hit], low=low[hit], high=high[hit], similarity=similarity[hit])
 
 
 def _sets(starts: np.ndarray, sizes: np.ndarray, shingles: np.ndarray) -> Any:
@@ -84,9 +82,7 @@ def _sets(starts: np.ndarray, sizes: np.ndarray, shingles: np.ndarray) -> Any:
     ends = np.cumsum(sizes)
     values = shingles[np.arange(int(sizes.sum())) + np.repeat(starts - ends + sizes, sizes)]
     order = np.argsort(values)
-    ordered = values[order]
-    new = np.ones(len(values), dtype=bool)
-    new[1:] = ordered[1:] != ordered[:-1]
+    new = key_starts(values[order])
     shared = np.zeros(len(values), dtype=bool)
     shared[1:] = ~new[1:]
     shared[:-1] |= ~new[1:]
@@ -182,7 +178,7 @@ def survivors_after(removed: Removed, verified: np.ndarray) -> np.ndarray:
 
 def _decide(removed: Removed, pairs: np.ndarray) -> np.ndarray:
     low, high = pairs["low"], pairs["high"]
-    starts = np.flatnonzero(np.concatenate(([True], high[1:] != high[:-1])))
+    starts = np.flatnonzero(key_starts(high))
     settled = low < high[0]
     goes = np.logical_or.reduceat(settled & ~removed.of(low), starts)
     removed.add(high[starts][goes])

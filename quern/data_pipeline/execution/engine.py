@@ -309,21 +309,23 @@ def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any,
     """``function(*args)`` on that machine of the cluster; None if the machine is lost before it has answered."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if machine is None:
         return None
-    there = NodeAffinitySchedulingStrategy(machine, soft=False)
-    task = ray.remote(_run).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(function, args)
     try:
-        return ray.get(task, timeout=PATIENCE_S)
+        return ray.get(_started_on(machine, function, args), timeout=PATIENCE_S)
     except (GetTimeoutError, RayError) as error:
-        log.warning(
-            "machine %s does not say what its worker died of: %s",
-            machine[:8],
-            first_line(error),
-        )
+        log.warning("machine %s does not say what its worker died of: %s", machine[:8], first_line(error))
         return None
+
+
+def _started_on(machine: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The reference of the answer of ``function(*args)`` on that machine, which runs it beside its workers."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(machine, soft=False)
+    return ray.remote(_run).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(function, args)
 
 
 def on_each_machine(
@@ -332,7 +334,6 @@ def on_each_machine(
     """``function(*args)`` once on every machine of the cluster at ``address``, all at once: the machine's name with the
     answer, with an exception where it failed, or None where no answer came within ``timeout_s``."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     with ExitStack() as stack:
         if not ray.is_initialized():
@@ -342,13 +343,7 @@ def on_each_machine(
             (node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"])
         )
         hosts = [str(node["NodeManagerHostname"]) for node in nodes]
-        asked = [
-            ray.remote(_run)
-            .options(num_cpus=0, max_retries=0,
-                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-            .remote(function, args)
-            for node in nodes
-        ]  # fmt: skip
+        asked = [_started_on(node["NodeID"], function, args) for node in nodes]
         answered: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)[0] if asked else []
         found: list[tuple[str, Any]] = []
         for node, host, reference in zip(nodes, hosts, asked, strict=True):

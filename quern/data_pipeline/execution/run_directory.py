@@ -18,7 +18,7 @@ from quern.config import digest, show
 from quern.errors import InputError, QuernError
 
 __all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "check_writable", "is_complete", "look", "open_run",
-           "read_id", "remove_torn", "sole_driver", "torn"]  # fmt: skip
+           "read_id", "read_record", "remove_torn", "sole_driver", "torn"]  # fmt: skip
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -64,11 +64,17 @@ class RunDirectory:
         storage.remove_tree(self.scratch)
 
 
+def read_record(path: str) -> dict[str, Any] | None:
+    """What ``run.json`` of the run at ``path`` holds; None where there is none, or none of a run."""
+    file = storage.join(path, "run.json")
+    record = storage.read_json(file) if storage.is_file(file) else None
+    return record if isinstance(record, dict) else None
+
+
 def is_complete(path: str) -> bool:
     """Whether ``path`` holds a completed run."""
-    file = storage.join(path, "run.json")
-    record = storage.read_json(file) if storage.exists(file) else None
-    return isinstance(record, dict) and record.get("status") == "complete"
+    record = read_record(path)
+    return record is not None and record.get("status") == "complete"
 
 
 def read_id(path: str) -> str:

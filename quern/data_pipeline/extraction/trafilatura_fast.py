@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import logging
 import re
 import threading
@@ -138,6 +139,10 @@ class _Replacement:
             setattr(self.owner, self.name, value)
 
 
+def _replaced(owner: Any, name: str, fast: Any) -> _Replacement:
+    return _Replacement(owner, name, inspect.getattr_static(owner, name), fast)
+
+
 @contextmanager
 def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
     for each in replacements:
@@ -213,43 +218,35 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
     own = OwnText(extractor._elem_text, extractor.is_text_element)
     replacements = (
         *found,
-        _Replacement(extractor, "prune_unwanted_sections", extractor.prune_unwanted_sections, density.prune_sections),
-        _Replacement(extractor, "delete_by_link_density", extractor.delete_by_link_density, density.delete),
-        _Replacement(extractor, "link_density_test_tables", extractor.link_density_test_tables, density.is_dense_table),
-        _Replacement(extractor, "_elem_text", extractor._elem_text, own.text),
-        _Replacement(extractor, "is_text_element", extractor.is_text_element, own.has_text),
-        _Replacement(core, "extract_content", core.extract_content, backup.extract),
-        _Replacement(extractor, "deepcopy", extractor.deepcopy, backup.copy),
-        _Replacement(core, "tree_cleaning", core.tree_cleaning, Cleaning(core.tree_cleaning)),
-        _Replacement(external, "tree_cleaning", external.tree_cleaning, Cleaning(external.tree_cleaning)),
-        _Replacement(core, "convert_tags", core.convert_tags, converting(core.convert_tags)),
-        _Replacement(html, "CONVERSIONS", html.CONVERSIONS, conversions(html.CONVERSIONS)),
-        _Replacement(readability, "text_length", readability.text_length, length_of),
-        _Replacement(
-            document, "get_link_density", document.get_link_density, lambda _, element: scores.link_density(element)
-        ),
-        _Replacement(document, "score_paragraphs", document.score_paragraphs, lambda page: scores.of(page)),
-        _Replacement(document, "class_weight", document.class_weight, class_weight),
-        _Replacement(document, "remove_unlikely_candidates", document.remove_unlikely_candidates, drop_unlikely),
-        _Replacement(document, "sanitize", document.sanitize, comparison.sanitizing(document.sanitize)),
-        _Replacement(
-            maker, "make_paragraphs", vars(maker)["make_paragraphs"], staticmethod(Paragraphs(maker.make_paragraphs))
-        ),
-        _Replacement(utils, "HTML_PARSER", utils.HTML_PARSER, parser),
-        _Replacement(utils, "INVALID_XML_CHARS", utils.INVALID_XML_CHARS, _InvalidCharacters(utils.INVALID_XML_CHARS)),
-        _Replacement(core, "_prepare_tree", core._prepare_tree, CleanedLater.prepare),
-        _Replacement(
-            external, "basic_cleaning", external.basic_cleaning, CleanedLater.resolving(external.basic_cleaning)
-        ),
-        _Replacement(core, "_extract_and_compare", core._extract_and_compare, comparison.extract),
-        _Replacement(core, "compare_extraction", core.compare_extraction, comparison.compare),
-        _Replacement(external, "try_readability", external.try_readability, comparison.readability),
-        _Replacement(external, "prune_unwanted_nodes", prune, comparison.prune),
-        _Replacement(
-            external, "classify_paragraphs", external.classify_paragraphs, StopWords(external.classify_paragraphs)
-        ),
-        _Replacement(justext.core, "Paragraph", justext.core.Paragraph, Paragraph),
-        _Replacement(justext.core, "_get_neighbour", justext.core._get_neighbour, Neighbours().find),
+        _replaced(extractor, "prune_unwanted_sections", density.prune_sections),
+        _replaced(extractor, "delete_by_link_density", density.delete),
+        _replaced(extractor, "link_density_test_tables", density.is_dense_table),
+        _replaced(extractor, "_elem_text", own.text),
+        _replaced(extractor, "is_text_element", own.has_text),
+        _replaced(core, "extract_content", backup.extract),
+        _replaced(extractor, "deepcopy", backup.copy),
+        _replaced(core, "tree_cleaning", Cleaning(core.tree_cleaning)),
+        _replaced(external, "tree_cleaning", Cleaning(external.tree_cleaning)),
+        _replaced(core, "convert_tags", converting(core.convert_tags)),
+        _replaced(html, "CONVERSIONS", conversions(html.CONVERSIONS)),
+        _replaced(readability, "text_length", length_of),
+        _replaced(document, "get_link_density", lambda _, element: scores.link_density(element)),
+        _replaced(document, "score_paragraphs", lambda page: scores.of(page)),
+        _replaced(document, "class_weight", class_weight),
+        _replaced(document, "remove_unlikely_candidates", drop_unlikely),
+        _replaced(document, "sanitize", comparison.sanitizing(document.sanitize)),
+        _replaced(maker, "make_paragraphs", staticmethod(Paragraphs(maker.make_paragraphs))),
+        _replaced(utils, "HTML_PARSER", parser),
+        _replaced(utils, "INVALID_XML_CHARS", _InvalidCharacters(utils.INVALID_XML_CHARS)),
+        _replaced(core, "_prepare_tree", CleanedLater.prepare),
+        _replaced(external, "basic_cleaning", CleanedLater.resolving(external.basic_cleaning)),
+        _replaced(core, "_extract_and_compare", comparison.extract),
+        _replaced(core, "compare_extraction", comparison.compare),
+        _replaced(external, "try_readability", comparison.readability),
+        _replaced(external, "prune_unwanted_nodes", comparison.prune),
+        _replaced(external, "classify_paragraphs", StopWords(external.classify_paragraphs)),
+        _replaced(justext.core, "Paragraph", Paragraph),
+        _replaced(justext.core, "_get_neighbour", Neighbours().find),
     )
     return replacements, tuple(groups)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lxml.html import HtmlElement
 
-from quern.data_pipeline.extraction.xpath_parse import Holds, Parser, Test, XPathStep
+from quern.data_pipeline.extraction.xpath_parse import Holds, Parser, XPathStep
 
 __all__ = ["Firsts", "Member", "Walk", "Walks"]
 
@@ -20,26 +20,12 @@ MEMO_ENTRIES = 8192
 MEMO_VALUE_CHARS = 256
 
 
-class _Memo(dict[str, int]):
-    """What a value of one attribute says: 1, a test holds; 2, it would where this attribute is the one that counts.
+class _Bits(dict[str, int]):
+    """What a value of one attribute says to some walks: the bit of each of which a test holds, and, behind those, of
+    each of which one would where this attribute is the one that counts.
 
     Looked up, else found out. Bounded, so hostile pages cannot fill memory.
     """
-
-    def __init__(self, name: str, tests: Sequence[Test]) -> None:
-        super().__init__()
-        self._alone = [test.holds for test in tests if test.names == (name,)]
-        self._union = [test.holds for test in tests if name in test.names and len(test.names) > 1]
-
-    def __missing__(self, value: str) -> int:
-        verdict = 1 if any(holds(value) for holds in self._alone) else 0
-        if not verdict and any(holds(value) for holds in self._union):
-            verdict = 2
-        return _keep(self, value, verdict)
-
-
-class _Bits(dict[str, int]):
-    """As :class:`_Memo`, of many walks: the bit of each whose test holds, and, behind those, of each whose might."""
 
     def __init__(self, tests: Sequence[tuple[int, Holds]]) -> None:
         super().__init__()
@@ -50,15 +36,11 @@ class _Bits(dict[str, int]):
         for bit, holds in self._tests:
             if not bits & bit and holds(value):
                 bits |= bit
-        return _keep(self, value, bits)
-
-
-def _keep(memo: dict[str, int], value: str, answer: int) -> int:
-    if len(value) <= MEMO_VALUE_CHARS:
-        if len(memo) >= MEMO_ENTRIES:
-            memo.clear()
-        memo[value] = answer
-    return answer
+        if len(value) <= MEMO_VALUE_CHARS:
+            if len(self) >= MEMO_ENTRIES:
+                self.clear()
+            self[value] = bits
+        return bits
 
 
 class Walk:
@@ -74,24 +56,20 @@ class Walk:
         if more or not self.step.tests:
             raise ValueError(f"expected one expression, with a test of an attribute, got {path!r}")
         self.tags, self.tests, self.first = self.step.tags, self.step.tests, self.step.first
-        self._memos = {name: _Memo(name, self.tests) for test in self.tests for name in test.names}
-        self._union = [test for test in self.tests if len(test.names) > 1]
+        self._memos = _memos_of([self.step])
 
     def __call__(self, root: HtmlElement) -> list[HtmlElement]:
         found = []
-        memos, conditions = self._memos, self.step.conditions
+        memos, step = self._memos, self.step
         for element in root.iterdescendants(*self.tags):
-            verdict = 0
+            bits = 0
             for name, value in element.items():
                 if name in memos:
-                    verdict |= memos[name][value]
-            if not verdict or (verdict == 2 and not any(test(element) for test in self._union)):
-                continue
-            if conditions and not all(condition(element) for condition in conditions):
-                continue
-            found.append(element)
-            if self.first:
-                break
+                    bits |= memos[name][value]
+            if bits and step.takes(element, bool(bits & 1)):
+                found.append(element)
+                if self.first:
+                    break
         return found
 
 

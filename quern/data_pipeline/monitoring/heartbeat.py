@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self
 
 from quern import storage
 from quern.errors import QuernError, ended_by
+from quern.remote.lease import began, boot
 
 __all__ = ["STATUS_FILE", "Heartbeat", "process_lives", "this_process"]
 
@@ -88,30 +88,18 @@ class Heartbeat:
 
 def this_process() -> dict[str, Any]:
     """Host, pid, and a mark that distinguishes this process from a later one with its pid."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "where": _where(), "ticks": _start_ticks(os.getpid())}
+    return {"host": socket.gethostname(), "pid": os.getpid(), "where": boot() or None, "ticks": _ticks(os.getpid())}
 
 
 def process_lives(about: dict[str, Any]) -> bool | None:
     """Whether the process described by :func:`this_process` exists; None if this machine cannot tell."""
-    if about.get("host") != socket.gethostname() or about.get("where") != _where():
+    if about.get("host") != socket.gethostname() or about.get("where") != (boot() or None):
         return None
-    ticks = _start_ticks(int(about["pid"]))
+    ticks = _ticks(int(about["pid"]))
     return ticks is not None and ticks == about.get("ticks")
 
 
-def _where() -> str | None:
-    """This boot of this machine, and the pids one sees in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
-
-
-def _start_ticks(pid: int) -> int | None:
+def _ticks(pid: int) -> int | None:
     """When the process began, in clock ticks since boot; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    ticks = began(pid)
+    return int(ticks) if ticks else None

@@ -124,17 +124,16 @@ class RunProgress:
 
         ``resumed``: an earlier attempt did it; it counts as done, and not for the pace.
         """
-        with self._guarded():
-            if self._phase is not None:
-                self._phase.add(counts, size_bytes, resumed, source)
-                self._changed = True
-                self._tick()
+        self._told(lambda phase: phase.add(counts, size_bytes, resumed, source))
 
     def partition_put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any], *, source: str = "") -> None:
         """Replace the counts ``counted`` for a partition by ``counts`` of its new commit."""
+        self._told(lambda phase: phase.put_right(counts, counted, source))
+
+    def _told(self, change: Callable[[PhaseCounters], None]) -> None:
         with self._guarded():
             if self._phase is not None:
-                self._phase.put_right(counts, counted, source)
+                change(self._phase)
                 self._changed = True
                 self._tick()
 

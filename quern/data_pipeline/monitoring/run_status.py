@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +19,6 @@ __all__ = ["describe", "read_status"]
 
 #: Beats that may be missing before a driver on another machine is taken for gone.
 MISSED_BEATS = 4
-_READERS = 16
 #: Folders of commits in the order in which their phases run.
 _PHASES = ("pages", "duplicates", "tokens", "shards")
 
@@ -115,31 +113,25 @@ def _from_driver(said: dict[str, Any]) -> dict[str, Any] | None:
     """Its counters; None while it has not come to the pages: what is committed it has not counted yet."""
     phases = [*said.get("past", []), *([said["phase"]] if said.get("phase") else [])]
     pages: dict[str, Any] | None = next((phase for phase in phases if phase["name"] == "pages"), None)
-    if pages is None:
-        return None
-    return {
-        "pages": {"pages": pages.get("pages", 0), "kept": pages.get("kept", 0)},
-        "quarantined": pages.get("quarantined", 0),
-        "damage": pages.get("damage", 0),
-    }
+    return None if pages is None else _counted(pages)
 
 
 def _from_commits(run_dir: str) -> dict[str, Any]:
     paths = storage.list_files(storage.join(run_dir, "commits", "pages"))
     total: Counter[str] = Counter()
     damage = Damage()
-    with ThreadPoolExecutor(_READERS) as readers:
-        for entry in readers.map(_read_commit, paths):
-            counts = entry.get("counts", {})
-            total["pages"] += counts.get("pages", 0)
-            total["kept"] += counts.get("kept", 0)
-            total["quarantined"] += counts.get("by_stage", {}).get("quarantine", 0)
-            damage.add(counts, entry.get("source", ""))
-    return {
-        "pages": {"pages": total["pages"], "kept": total["kept"]},
-        "quarantined": total["quarantined"],
-        "damage": damage.num,
-    }
+    for entry in storage.each(_read_commit, paths, run_dir):
+        counts = entry.get("counts", {})
+        total.update({name: counts.get(name, 0) for name in ("pages", "kept")})
+        total["quarantined"] += counts.get("by_stage", {}).get("quarantine", 0)
+        damage.add(counts, entry.get("source", ""))
+    return _counted({**total, "damage": damage.num})
+
+
+def _counted(pages: Mapping[str, Any]) -> dict[str, Any]:
+    """What the status says of the pages phase."""
+    found = {name: pages.get(name, 0) for name in ("pages", "kept", "quarantined", "damage")}
+    return {"pages": {name: found.pop(name) for name in ("pages", "kept")}, **found}
 
 
 def _read_commit(path: str) -> dict[str, Any]:

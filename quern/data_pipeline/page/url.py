@@ -28,7 +28,7 @@ _ESCAPE = re.compile("%[0-9A-Fa-f]{2}")
 _UNRESERVED = {f"%{ord(c):02X}": c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~"}
 _HEX = frozenset("0123456789ABCDEFabcdef")
 
-_WWW = re.compile(r"www\d*\.")
+_WWW = re.compile(r"\Awww\d*\.")
 _SLASHES = re.compile("/{2,}")
 #: What SURT leaves bare beside letters, digits and ``_.-~``: every visible ASCII character but ``#`` and ``%``.
 _SURT_BARE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in "#%")
@@ -137,13 +137,8 @@ def surt(canonical: str) -> str:
     query = "&".join(
         "=".join(pair) for pair in sorted(p.split("=", 1) for p in _minimal_escapes(query).lower().split("&"))
     )
-    labels = [name] if ":" in name else reversed(_without_www(name).split("."))
+    labels = [name] if ":" in name else reversed(_WWW.sub("", name).split("."))
     return f"{','.join(labels)}{':' if port else ''}{port}){path}{'?' if query else ''}{query}"
-
-
-def _without_www(name: str) -> str:
-    match = _WWW.match(name)
-    return name[match.end() :] if match else name
 
 
 def _minimal_escapes(part: str) -> str:

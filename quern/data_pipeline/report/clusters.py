@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline.page.keys import bytes_of
 from quern.storage.parquet import open_table, read_batches
 
 __all__ = ["Cluster", "Clusters", "decision_rows", "id_keys", "mix", "read_clusters", "removed_keys"]
@@ -45,10 +46,7 @@ def id_keys(ids: pa.Array) -> np.ndarray:
     """uint64[n]: the first eight bytes of 16-byte ids without nulls. Ids are hashes, so these are as good as unique."""
     if isinstance(ids, pa.ChunkedArray):
         ids = ids.combine_chunks()
-    if not len(ids):
-        return np.empty(0, np.uint64)
-    raw = np.frombuffer(ids.buffers()[1], np.uint8)[ids.offset * 16 : (ids.offset + len(ids)) * 16]
-    return np.ascontiguousarray(raw.reshape(-1, 16)[:, :8]).view("<u8").ravel()
+    return np.frombuffer(bytes_of(ids), "<u8")[::2].copy()
 
 
 def mix(keys: np.ndarray, seed: int) -> np.ndarray:

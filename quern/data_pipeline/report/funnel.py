@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -79,11 +79,7 @@ def funnel(stats: Mapping[str, Any], num_reasons: int = 3) -> tuple[FunnelRow, .
 
 def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
     """Print the funnel as a table, with tokens, alarms and damage in the lines below it."""
-    table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
-    table.add_column("stage", no_wrap=True)
-    for name in ("in", "dropped", "of in", "left", "of all"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("mostly", overflow="fold", ratio=1)
+    table = _table("stage", ("in", "dropped", "of in", "left", "of all"), "mostly")
     for row in funnel(stats):
         cells = [
             row.label,
@@ -102,13 +98,18 @@ def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
         console.print(Text(line))
 
 
+def _table(first: str, numbers: Sequence[str], last: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(last, overflow="fold", ratio=1)
+    return table
+
+
 def _by_source(stats: Mapping[str, Any]) -> Table:
     """Pages, documents and tokens of each source, and its most frequent reasons."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("source", no_wrap=True)
-    for name in ("pages", "passed", "documents", "of pages", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("dropped mostly", overflow="fold", ratio=1)
+    table = _table("source", ("pages", "passed", "documents", "of pages", "tokens"), "dropped mostly")
     for name, own in stats["sources"].items():
         tokens = None if own["tokens"] is None else sum(split["tokens"] for split in own["tokens"].values())
         cells = [

@@ -10,6 +10,7 @@ import numpy as np
 
 from quern import storage
 from quern.config import dump_yaml
+from quern.data_pipeline.execution.run_directory import read_record
 from quern.data_pipeline.report.counters import TokenLengths
 from quern.data_pipeline.report.funnel import all_alarms, funnel, main_reasons
 from quern.data_pipeline.report.languages import languages_section, seen
@@ -41,10 +42,8 @@ def write_report(
     run_dir: str,
     stats: Mapping[str, Any],
     *,
-    max_samples: int = 60,
     seed: int = 0,
     partitions: Collection[tuple[str, str]] | None = None,
-    budget: Budget | None = None,
     found: Survey | None = None,
 ) -> str:
     """Write ``report.html`` into the run, atomically, and return its path; equal runs and stats give equal bytes.
@@ -52,21 +51,17 @@ def write_report(
     Args:
         run_dir: the run.
         stats: of :func:`quern.data_pipeline.report.build_stats`.
-        max_samples: pages shown with their text, at most.
         seed: keys the choice of samples.
         partitions: (source, partition) of the run; None takes every commit.
-        budget: how much of the tables may be read; beyond it the page says what share it has seen.
         found: what :func:`survey_run` has read already; the arguments but ``run_dir`` and ``stats`` are its then.
 
     Raises:
         QuernError: a table is missing, or disagrees with its commit.
     """
     if found is None:
-        found = survey_run(run_dir, max_samples=max_samples, seed=seed, partitions=partitions, budget=budget)
-    path = storage.join(run_dir, "run.json")
-    run = storage.read_json(path) if storage.exists(path) else {}
+        found = survey_run(run_dir, seed=seed, partitions=partitions)
     out = storage.join(run_dir, "report.html")
-    storage.publish_bytes(out, render(run_dir, stats, found, run).encode())
+    storage.publish_bytes(out, render(run_dir, stats, found, read_record(run_dir) or {}).encode())
     return out
 
 
@@ -79,8 +74,9 @@ def survey_run(
     budget: Budget | None = None,
     lengths: TokenLengths | None = None,
 ) -> Survey:
-    """The survey that :func:`write_report` shows; it has the same arguments, and raises the same errors. ``lengths``:
-    of the run's documents, to count tokens by language and host."""
+    """The survey that :func:`write_report` shows; it has the same arguments, and raises the same errors.
+    ``max_samples``: pages shown with their text, at most. ``budget``: how much of the tables may be read; beyond it the
+    page says what share it has seen. ``lengths``: of the run's documents, to count tokens by language and host."""
     pages = {(source, name): entry["counts"]["pages"] for source, name, entry in committed(run_dir, partitions)}
     return survey(run_dir, pages, max_samples=max_samples, seed=seed, budget=budget, lengths=lengths)
 

@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 
 import brotli
@@ -52,9 +53,7 @@ def parse_response(block: bytes) -> HttpResponse:
         pairs = _PARSER.parse(BytesIO(head)).headers
     except EOFError:
         pairs = []
-    headers: dict[str, str] = {}
-    for name, value in pairs:
-        headers.setdefault(name.lower(), value)
+    headers = {name.lower(): value for name, value in reversed(pairs)}  # of a repeated name the first stays
     return HttpResponse(int(status.group(1)) if status else None, headers, body_start)
 
 
@@ -106,10 +105,6 @@ def dechunk(body: bytes) -> bytes:
         parts.append(body[start:rest])
         position = rest + 2
     return b"".join(parts)
-
-
-def _gzip(body: bytes, limit: int) -> bytes | None:
-    return _zlib(body, limit, _GZIP_WBITS)
 
 
 def _deflate(body: bytes, limit: int) -> bytes | None:
@@ -180,8 +175,8 @@ def _zstd(body: bytes, limit: int) -> bytes | None:
 
 
 _DECODERS: dict[str, Callable[[bytes, int], bytes | None]] = {
-    "gzip": _gzip,
-    "x-gzip": _gzip,
+    "gzip": partial(_zlib, wbits=_GZIP_WBITS),
+    "x-gzip": partial(_zlib, wbits=_GZIP_WBITS),
     "deflate": _deflate,
     "br": _brotli,
     "zstd": _zstd,

@@ -105,7 +105,7 @@ def _values(column: pa.Array) -> list[object]:
 
     Text that is not UTF-8 comes as bytes, a moment beyond the year 9999 as None.
     """
-    if _is_text(column.type):
+    if _is_text(_stored(column.type)):
         return list(_texts(column, 4 * MAX_CHARS + 4, _beginning))
     if pa.types.is_timestamp(column.type):
         # Python has microseconds and may not know the zone; what is stored is UTC either way.
@@ -148,7 +148,7 @@ def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> tuple[list[s
         if name is None:
             continue
         named = setting == "text_field" or name != type(source).model_fields[setting].default
-        if name in schema.names and fits(kind := schema.field(name).type):
+        if name in schema.names and fits(_stored(kind := schema.field(name).type)):
             columns.append(name)
         elif named and name not in schema.names:
             raise InputError(
@@ -159,24 +159,23 @@ def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> tuple[list[s
                 f"source {source.name}: {path}: column {name!r} ({setting}): expected {wanted}, got {kind}"
             )
     columns = list(dict.fromkeys(columns))
-    return columns, [name for name in columns if _is_text(schema.field(name).type)]
+    return columns, [name for name in columns if _is_text(_stored(schema.field(name).type))]
+
+
+def _stored(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's values, where they stand in a dictionary too."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def _is_identity(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
     return _is_text(kind) or pa.types.is_integer(kind) or getattr(kind, "extension_name", None) == "arrow.uuid"
 
 
 def _is_date(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return _is_text(kind) or numbers or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 

@@ -94,17 +94,11 @@ def _emails(text: str, regions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
         at = text.find("@", at + 1)
 
 
-def _is_repository(text: str, start: int, at: int, end: int) -> bool:
-    """``git@host:path``, as version control clients write it."""
-    return text[start:at] in ("git", "hg", "svn") and text[end : end + 1] in (":", "/")
-
-
 def _is_of_url(text: str, start: int, at: int, end: int) -> bool:
-    return _is_repository(text, start, at, end) or _is_password(text, start)
-
-
-def _is_password(text: str, start: int) -> bool:
-    """Whether a password ends where the ``@`` stands: ``https://user:password@host`` (RFC 3986, 3.2.1)."""
+    """Whether it is ``git@host:path``, as version control clients write it, or a password ends where the ``@`` stands:
+    ``https://user:password@host`` (RFC 3986, 3.2.1)."""
+    if text[start:at] in ("git", "hg", "svn") and text[end : end + 1] in (":", "/"):
+        return True
     slashes = text.rfind("://", max(0, start - _AUTHORITY_CHARS), start)
     if slashes < 1 or not text[slashes - 1].isalnum():
         return False

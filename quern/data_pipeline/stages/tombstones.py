@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -18,8 +18,8 @@ from quern.data_pipeline.dedup.bands import band_keys
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
-from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, content_hash
-from quern.data_pipeline.page.keys import KEY, contains, key_set
+from quern.data_pipeline.page.document import HASH, SIGNATURE_SCHEMA, Page, content_hash
+from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of
 from quern.data_pipeline.page.url import canonicalize, url_key
 from quern.errors import InputError
 from quern.storage.parquet import open_table
@@ -39,9 +39,9 @@ __all__ = [
 #: A purge list's columns; any value may be null, and other columns may stand beside them.
 PURGE_SCHEMA = pa.schema(
     [
-        pa.field("doc_id", pa.binary(16)),
+        pa.field("doc_id", HASH),
         pa.field("canonical_url", pa.string()),
-        pa.field("post_filter_hash", pa.binary(16)),
+        pa.field("post_filter_hash", HASH),
     ]
 )
 
@@ -204,11 +204,11 @@ def read_purge_list(path: str) -> PurgeList:
         table = _read(file)
         if "shingles" in table.column_names:
             sketches.setdefault(_made_with(file, table), []).append(table)
-        ids, given = table["doc_id"], table["canonical_url"]
-        doc_ids.append(_keys(ids))
-        without_url.append(_keys(ids.filter(given.is_null())))
-        urls.append(_keys(url_key(canonicalize(url) or url) for url in given.drop_null().to_pylist()))
-        texts.append(_keys(table["post_filter_hash"]))
+        ids, given = table["doc_id"].cast(HASH), table["canonical_url"]
+        doc_ids.append(keys_of(ids))
+        without_url.append(keys_of(ids.filter(given.is_null())))
+        urls.append(np.array([url_key(canonicalize(url) or url) for url in given.drop_null().to_pylist()], KEY))
+        texts.append(keys_of(table["post_filter_hash"].cast(HASH)))
     by_id, bare, by_url, by_text = map(key_set, (doc_ids, without_url, urls, texts))
     return PurgeList(by_id, bare, by_url, by_text, _all_sketches(sketches))
 
@@ -320,12 +320,6 @@ def _is_accepted(given: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_string(wanted):
         return bool(pa.types.is_large_string(given))
     return bool(pa.types.is_binary(given) or pa.types.is_large_binary(given))
-
-
-def _keys(values: pa.ChunkedArray | Iterable[bytes]) -> np.ndarray:
-    """S16[n]; nulls of a column are left out."""
-    given = values.drop_null().to_pylist() if isinstance(values, pa.ChunkedArray) else list(values)
-    return np.array(given, KEY)
 
 
 def _contains(keys: np.ndarray, wanted: bytes) -> bool:

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.dedup.exchange import read_records
+from quern.data_pipeline.dedup.exchange import record_blocks
+from quern.data_pipeline.dedup.rows import made_of
 from quern.data_pipeline.page.keys import column_of
 from quern.data_run.selection.pool import read_texts
 from quern.data_run.selection.targets import TargetFile, target_texts
@@ -63,20 +64,14 @@ def weigh(table: str, lengths: str, ratio: str, seed: int, min_words: int, file:
 
 def _blocks(file: str) -> Iterator[tuple[int, np.ndarray]]:
     """What :func:`weigh` wrote, a bounded number of rows at a time with the number of the first."""
-    rows = storage.describe([file])[0][0] // _WEIGHED.itemsize
-    for first in range(0, rows, _BLOCK):
-        yield first, read_records(file, _WEIGHED, first, min(first + _BLOCK, rows))
+    return record_blocks(file, _WEIGHED, storage.describe([file])[0][0] // _WEIGHED.itemsize, _BLOCK)
 
 
 def candidates(file: str, part: int) -> Iterator[np.ndarray]:
     """The documents that can be chosen of what :func:`weigh` wrote, as :data:`CANDIDATE`."""
     for first, block in _blocks(file):
         rows = np.flatnonzero(block["score"] > -np.inf)
-        found = np.zeros(len(rows), CANDIDATE)
-        for name in ("score", "high", "low", "tokens"):
-            found[name] = block[name][rows]
-        found["part"], found["row"] = part, first + rows
-        yield found
+        yield made_of(CANDIDATE, block[rows], part=part, row=first + rows)
 
 
 def write_part(weighed: str, chosen: str, file: str) -> dict[str, Any]:

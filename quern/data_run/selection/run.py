@@ -18,6 +18,7 @@ import numpy as np
 
 from quern import storage
 from quern.config import show
+from quern.data_pipeline.dedup.rows import made_of
 from quern.data_pipeline.execution.engine import Engine, InProcess, open_engine
 from quern.data_pipeline.execution.fence import Fence
 from quern.data_pipeline.execution.run_directory import remove_torn, sole_driver
@@ -262,6 +263,4 @@ def _draw(asked: Selection, weighed: Sequence[str], files: Sequence[str]) -> Non
     edges = np.searchsorted(first["part"][by_row], np.arange(len(files) + 1))
     for number, file in enumerate(files):
         ranks = by_row[edges[number] : edges[number + 1]]
-        rows = np.empty(len(ranks), CHOSEN)
-        rows["row"], rows["rank"] = first["row"][ranks], ranks
-        storage.publish_bytes(file, rows.tobytes())
+        storage.publish_bytes(file, made_of(CHOSEN, row=first["row"][ranks], rank=ranks).tobytes())

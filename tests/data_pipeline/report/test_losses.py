@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.data_pipeline.execution.run_directory import open_run
-from quern.data_pipeline.source_chains import pages_hash
 from quern.data_run.config import DataRun
 from support.data_pipeline import in_process
+from support.data_pipeline.digests import pages_hash
 
 WORDS = "the small river carries water and stones from every mountain to that wide sea where people have built a town"
 GERMAN = "Der kleine Fluss trägt das Wasser von den Bergen in das Meer und die Leute sehen den Schiffen zu"

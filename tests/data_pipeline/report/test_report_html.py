@@ -25,7 +25,7 @@ from quern.data_pipeline.report import languages
 from quern.data_pipeline.report import page as report_html
 from quern.data_pipeline.report import survey as report_survey
 from quern.data_pipeline.report.counters import TopCounter
-from quern.data_pipeline.report.page import write_report
+from quern.data_pipeline.report.page import survey_run, write_report
 from quern.data_pipeline.report.survey import Budget, survey
 from quern.errors import QuernError
 from quern.html.pieces import link, percent, show
@@ -68,7 +68,8 @@ class Page(html.parser.HTMLParser):
 
 
 def written(made: Any, **options: Any) -> str:
-    return Path(write_report(str(made.path), made.stats(), **options)).read_text(encoding="utf-8")
+    found = survey_run(str(made.path), **options)
+    return Path(write_report(str(made.path), made.stats(), found=found)).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from quern import storage
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.source_chains import pages_hash
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.commoncrawl import parse_files
 from quern.errors import InputError
 from quern.remote import Backoff, Objects, StoreError
+from support.data_pipeline.digests import pages_hash
 from support.data_pipeline.sources_warc_files import record
 from support.named_cases import with_each
 from support.remote import web_server

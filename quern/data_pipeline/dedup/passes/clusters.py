@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from quern.data_pipeline.dedup.exchange import Slice, bucket_of_rank
+from quern.data_pipeline.dedup.rows import key_starts, made_of
 from quern.data_pipeline.dedup.work import DedupInputs, Done
 
-__all__ = ["EDGE", "both_ways", "components", "join_at_once", "large_star", "small_star", "star_edges"]
+__all__ = ["EDGE", "both_ways", "components", "join_at_once", "star", "star_edges"]
 
 #: One direction of an edge between two ranks.
 EDGE = np.dtype([("node", "<i8"), ("other", "<i8")])
@@ -42,9 +43,7 @@ def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def both_ways(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """:data:`EDGE` rows: the edges between ``a[i]`` and ``b[i]`` in both directions."""
-    edges = np.empty(2 * len(a), dtype=EDGE)
-    edges["node"], edges["other"] = np.concatenate((a, b)), np.concatenate((b, a))
-    return edges
+    return made_of(EDGE, node=np.concatenate((a, b)), other=np.concatenate((b, a)))
 
 
 def star_edges(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -65,23 +64,12 @@ def join_at_once(work: DedupInputs, parts: Sequence[Slice]) -> Done:
     return Done((0,), {"stars": writer.close()})
 
 
-def large_star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice]) -> Done:
-    """Task: the edges of one range of nodes, in both directions → one direction, from the larger end.
+def star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice], larger: bool) -> Done:
+    """Task: large star, of the edges of one range of nodes in both directions → one direction, from the larger end; or
+    small star, of those from the larger end → both directions. Gives back how many edges changed.
 
-    Gives back how many edges changed.
-    """
-    return _star(work, index, into, parts, larger=True)
-
-
-def small_star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice]) -> Done:
-    """Task: the edges of one range of nodes, from the larger end → both directions. Gives back how many changed."""
-    return _star(work, index, into, parts, larger=False)
-
-
-def _star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice], *, larger: bool) -> Done:
-    """Of a range with more edges than a task can hold, the smallest neighbours are found in a first reading.
-
-    Memory is for the different nodes of the range and one block.
+    Of a range with more edges than a task can hold, the smallest neighbours are found in a first reading. Memory is for
+    the different nodes of the range and one block.
     """
 
     def blocks() -> Iterable[np.ndarray]:
@@ -100,8 +88,7 @@ def _star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice], *, l
             smallest = np.minimum(smallest, node)
             out = other > node
             changed += int((out & (smallest != node)).sum())
-            edges = np.empty(int(out.sum()), dtype=EDGE)
-            edges["node"], edges["other"] = other[out], smallest[out]
+            edges = made_of(EDGE, node=other[out], other=smallest[out])
         else:
             out = other != smallest
             changed += int(out.sum())
@@ -115,9 +102,7 @@ def _star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice], *, l
 
 def _distinct(edges: np.ndarray) -> np.ndarray:
     edges = edges[np.lexsort((edges["other"], edges["node"]))]
-    new = np.ones(len(edges), dtype=bool)
-    new[1:] = (edges["node"][1:] != edges["node"][:-1]) | (edges["other"][1:] != edges["other"][:-1])
-    return edges[new]
+    return edges[key_starts(edges["node"], edges["other"])]
 
 
 def _least_neighbours(blocks: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +111,5 @@ def _least_neighbours(blocks: Callable[[], Iterable[np.ndarray]]) -> tuple[np.nd
     for block in blocks():
         table = np.concatenate((table, block))
         table = table[np.lexsort((table["other"], table["node"]))]
-        starts = np.ones(len(table), dtype=bool)
-        starts[1:] = table["node"][1:] != table["node"][:-1]
-        table = table[starts]
+        table = table[key_starts(table["node"])]
     return table["node"].copy(), table["other"].copy()

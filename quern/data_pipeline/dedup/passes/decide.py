@@ -14,7 +14,8 @@ from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, buc
 from quern.data_pipeline.dedup.passes.clusters import EDGE, star_edges
 from quern.data_pipeline.dedup.passes.near import LENGTH, SHINGLE, plans
 from quern.data_pipeline.dedup.passes.order import read_documents
-from quern.data_pipeline.dedup.records import REMOVED, kind_code
+from quern.data_pipeline.dedup.records import KINDS, REMOVED
+from quern.data_pipeline.dedup.rows import key_starts, made_of
 from quern.data_pipeline.dedup.verify import VERIFIED, Removed, survivors, survivors_after, verify
 from quern.data_pipeline.dedup.work import DedupInputs, Done
 
@@ -90,9 +91,7 @@ def label_pairs(work: DedupInputs, index: int, stars: Slice, verified: Slice | N
     leaves = np.concatenate(pieces)
     leaves = leaves[np.argsort(leaves["node"])]
     for node, root in ((leaves["node"], leaves["other"]), (roots, roots)):
-        rows = np.empty(len(node), dtype=_MEMBER)
-        rows["node"], rows["root"] = node, root
-        members.add(rows, work.range_of(node))
+        members.add(made_of(_MEMBER, node=node, root=root), work.range_of(node))
     components = work.writer("components", index, buckets, VERIFIED)
     for block in verified.blocks(VERIFIED, work.max_records) if verified is not None else ():
         root = leaves["other"][np.searchsorted(leaves["node"], block["high"])]  # the later of two is never a root
@@ -108,9 +107,7 @@ def find_survivors(work: DedupInputs, index: int, part: Slice) -> Done:
     """
     writer = work.writer("near-removed", index, work.ranges, REMOVED)
     for found in _survivors(work, index, part):
-        rows = np.empty(len(found), dtype=REMOVED)
-        rows["rank"], rows["by"], rows["similarity"] = found["high"], found["low"], found["similarity"]
-        rows["band"], rows["kind"] = found["band"], kind_code("near")
+        rows = made_of(REMOVED, found, rank=found["high"], by=found["low"], kind=KINDS.index("near"))
         writer.add(rows, work.range_of(rows["by"]))
     return Done((), {"near-removed": writer.close()})
 
@@ -144,12 +141,9 @@ def identify_originals(work: DedupInputs, index: int, parts: Sequence[Slice]) ->
     writer = work.writer("halves", index, work.ranges, _HALF)
     for part in parts:
         for block in part.blocks(REMOVED, work.max_records // 2 + 1):
-            rows = np.empty(len(block), dtype=_HALF)
-            for name in REMOVED.names or ():
-                rows[name] = block[name]
             place = block["by"] - work.first_ranks[index]
-            rows["by_high"], rows["by_low"] = documents["id"][place].T
-            rows["by_source"] = documents["source"][place]
+            high, low = documents["id"][place].T
+            rows = made_of(_HALF, block, by_high=high, by_low=low, by_source=documents["source"][place])
             writer.add(rows, work.range_of(rows["rank"]))
     return Done((), {"halves": writer.close()})
 
@@ -165,19 +159,16 @@ def identify_members(work: DedupInputs, index: int, removed: Slice, members: Sli
     decisions = work.writer("decisions", index, buckets, DECISION)
     for block in removed.blocks(_HALF, work.max_records // 2 + 1):
         place = block["rank"] - first
-        rows = np.empty(len(block), dtype=DECISION)
-        for name in ("by_high", "by_low", "similarity", "band", "kind"):
-            rows[name] = block[name]
-        rows["high"], rows["low"] = documents["id"][place].T
+        high, low = documents["id"][place].T
+        rows = made_of(DECISION, block, high=high, low=low)
         decisions.add(rows, bucket_of_key(rows["high"], buckets))
         of_block = np.stack([documents["source"][place], block["by_source"], block["kind"]], axis=1)
         for key, count in zip(*np.unique(of_block, axis=0, return_counts=True), strict=True):
             counts[tuple(key.tolist())] += int(count)
     named = work.writer("named", index, nodes, _NAMED)
     for block in members.blocks(_MEMBER, work.max_records // 2 + 1):
-        rows = np.empty(len(block), dtype=_NAMED)
-        rows["root"], rows["count"] = block["root"], 1
-        rows["high"], rows["low"] = documents["id"][block["node"] - first].T
+        high, low = documents["id"][block["node"] - first].T
+        rows = made_of(_NAMED, block, high=high, low=low, count=1)
         named.add(rows, bucket_of_rank(rows["root"], nodes))
     numbers = tuple(number for key, count in sorted(counts.items()) for number in (*key, count))
     return Done(numbers, {"decisions": decisions.close(), "named": named.close()})
@@ -198,16 +189,14 @@ def name_clusters(work: DedupInputs, index: int, part: Slice, buckets: int) -> D
     for block in blocks():
         names = np.concatenate((names, block))
         names = names[np.lexsort((names["low"], names["high"], names["root"]))]
-        starts = np.flatnonzero(np.concatenate(([True], names["root"][1:] != names["root"][:-1])))
+        starts = np.flatnonzero(key_starts(names["root"]))
         counts = np.add.reduceat(names["count"], starts)
         names = names[starts]
         names["count"] = counts
     writer: Writer = work.writer("clusters", index, buckets, CLUSTER)
     for block in blocks():
         own = names[np.searchsorted(names["root"], block["root"])]
-        rows = np.empty(len(block), dtype=CLUSTER)
-        rows["high"], rows["low"] = block["high"], block["low"]
-        rows["name_high"], rows["name_low"] = own["high"], own["low"]
+        rows = made_of(CLUSTER, block, name_high=own["high"], name_low=own["low"])
         writer.add(rows, bucket_of_key(rows["high"], buckets))
     return Done((len(names), int(names["count"].max(initial=0))), {"clusters": writer.close()})
 

@@ -19,7 +19,8 @@ from quern.data_pipeline.dedup.passes.decide import verified_pairs
 from quern.data_pipeline.dedup.passes.facts import UNKNOWN_TIME, read_rows
 from quern.data_pipeline.dedup.passes.near import ANCHORED, NEED, NEEDED
 from quern.data_pipeline.dedup.passes.order import document_blocks, gone_mask
-from quern.data_pipeline.dedup.records import REMOVED, kind_code
+from quern.data_pipeline.dedup.records import KINDS, REMOVED
+from quern.data_pipeline.dedup.rows import made_of
 from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup
 from quern.data_pipeline.page.url import host
 
@@ -56,10 +57,9 @@ def write_keys(work: DedupInputs, index: int, kind: str, gone: Sequence[Slice], 
             here &= documents["has_url"]
         ranks, documents = np.flatnonzero(here) + start, documents[here]
         keys = documents["text" if kind == "exact" else "url"] ^ scopes[documents["source"]][:, None]
-        rows = np.zeros(len(documents), dtype=KEYED)
         if measured:
             ranks = tokens(ranks, np.maximum(documents["words"], 0)).astype(np.int64)
-        rows["high"], rows["low"], rows["rank"] = keys[:, 0], keys[:, 1], ranks
+        rows = made_of(KEYED, high=keys[:, 0], low=keys[:, 1], rank=ranks)
         if kind == "url" and work.config.url_keep == "latest":
             known = documents["fetched"] != UNKNOWN_TIME
             rows["order"] = np.where(known, -documents["fetched"], UNKNOWN_TIME)
@@ -104,9 +104,7 @@ class _Removals:
     def add(self, ranks: np.ndarray, by: np.ndarray, similarity: np.ndarray | float) -> None:
         gone, removed, edges = self._writers.values()
         gone.add(ranks, self._work.range_of(ranks))
-        rows = np.zeros(len(ranks), dtype=REMOVED)
-        rows["rank"], rows["by"], rows["similarity"] = ranks, by, similarity
-        rows["band"], rows["kind"] = -1, kind_code(self._kind)
+        rows = made_of(REMOVED, rank=ranks, by=by, similarity=similarity, band=-1, kind=KINDS.index(self._kind))
         removed.add(rows, self._work.range_of(by))
         joined = both_ways(ranks, by)
         edges.add(joined, bucket_of_rank(joined["node"], self._nodes))
@@ -119,9 +117,7 @@ def find_url_pairs(work: DedupInputs, index: int, part: Slice, buckets: int) -> 
     """Task: one range of URLs → pairs of each document and the first of its URL, to be compared, by that first one."""
     writer = work.writer("url-pairs", index, buckets, ANCHORED)
     for found in _equal(work, part):
-        rows = np.zeros(len(found), dtype=ANCHORED)
-        rows["anchor"] = rows["low"] = found["by"]
-        rows["high"] = found["rank"]
+        rows = made_of(ANCHORED, anchor=found["by"], low=found["by"], high=found["rank"])
         writer.add(rows, bucket_of_rank(rows["anchor"], buckets))
     return Done((), {"url-pairs": writer.close()})
 
@@ -139,10 +135,8 @@ def measure_urls(
     removals.add(found["high"], found["low"], found["similarity"])
     known = found["similarity"][~np.isnan(found["similarity"])]
     unlike = found["high"][found["similarity"] < UNLIKE]
-    needs = np.zeros(len(unlike), dtype=NEED)
-    needs["rank"] = unlike
     writer = work.writer("host-needs", group, work.ranges, NEED)
-    writer.add(needs, work.range_of(unlike))
+    writer.add(made_of(NEED, rank=unlike), work.range_of(unlike))
     bins = np.bincount(np.searchsorted(URL_BINS, known, side="right"), minlength=len(URL_BINS) + 1).tolist()
     return Done((*bins, len(found) - len(known), last - first), {**removals.close(), "host-needs": writer.close()})
 

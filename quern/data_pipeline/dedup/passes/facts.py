@@ -10,9 +10,10 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.dedup.exact import url_keys
-from quern.data_pipeline.dedup.exchange import read_records
+from quern.data_pipeline.dedup.exchange import record_blocks
 from quern.data_pipeline.dedup.signature import NUM_WORDS
 from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup, PartitionPlace
+from quern.data_pipeline.page.keys import KEY, bytes_of, places
 from quern.errors import QuernError
 from quern.storage.parquet import open_table
 
@@ -31,7 +32,6 @@ FACTS = np.dtype(
 )
 UNKNOWN_TIME = np.iinfo(np.int64).max
 _COLUMNS = ["doc_id", "canonical_url", "fetched_at", "post_filter_hash", "stage", NUM_WORDS]
-_BLOCK = 1 << 16
 #: Rows of verdicts at once: equal texts, such as a long URL, take no room in a file and all of it in memory.
 _VERDICTS = 1 << 13
 #: What a batch of a table may take, by the mean of its rows.
@@ -46,10 +46,7 @@ def id_words(column: pa.Array, what: str) -> np.ndarray:
     """
     if column.null_count:
         raise QuernError(f"{what}: {column.null_count} values are null, expected 16 bytes for each kept document")
-    if len(column) == 0:
-        return np.empty((0, 2), dtype=np.uint64)
-    buffer = np.frombuffer(column.buffers()[1], dtype=">u8", count=2 * len(column), offset=16 * column.offset)
-    return buffer.reshape(-1, 2).astype(np.uint64)
+    return np.frombuffer(bytes_of(column), dtype=">u8").reshape(-1, 2).astype(np.uint64)
 
 
 def read_rows(path: str, columns: Sequence[str], batch_size: int = 1024) -> Iterator[pa.RecordBatch]:
@@ -76,9 +73,8 @@ def fact_blocks(work: DedupInputs, shard: PartitionGroup) -> Iterator[tuple[Part
     """``(partition, row in the shard of the first, facts)`` of a shard's documents, a bounded number at a time."""
     before = 0
     for place, documents in zip(shard.places, shard.documents, strict=True):
-        for start in range(0, documents, _BLOCK):
-            end = min(start + _BLOCK, documents)
-            yield place, before + start, read_records(work.file("facts", place.index), FACTS, start, end)
+        for start, facts in record_blocks(work.file("facts", place.index), FACTS, documents):
+            yield place, before + start, facts
         before += documents
 
 
@@ -101,17 +97,14 @@ class Ids:
     """The documents of a partition, searchable by id."""
 
     def __init__(self, ids: np.ndarray) -> None:
-        self._order = np.lexsort((ids[:, 1], ids[:, 0]))
-        self._high, self._low = ids[self._order].T
-        self._repeats = int(np.unique(self._high, return_counts=True)[1].max(initial=0))
+        keys = _keys(ids)
+        self._order = np.argsort(keys)
+        self._keys = keys[self._order]
 
     def rows(self, wanted: np.ndarray) -> np.ndarray:
         """int64: the row of each id of ``wanted`` (uint64[n, 2]), or −1."""
-        place = np.searchsorted(self._high, wanted[:, 0])
-        rows = np.full(len(wanted), -1, dtype=np.int64)
-        for _ in range(self._repeats):  # once, unless first halves repeat
-            inside = np.minimum(place, len(self._order) - 1)
-            found = (self._high[inside] == wanted[:, 0]) & (self._low[inside] == wanted[:, 1])
-            rows[found] = self._order[inside[found]]
-            place += 1
-        return rows
+        return np.append(self._order, -1)[places(self._keys, _keys(wanted))]
+
+
+def _keys(ids: np.ndarray) -> np.ndarray:
+    return np.frombuffer(ids.astype(">u8").tobytes(), KEY)

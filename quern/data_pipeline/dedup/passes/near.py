@@ -25,6 +25,7 @@ from quern.data_pipeline.dedup.exact import scope_words
 from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank
 from quern.data_pipeline.dedup.passes.order import NUMBERED, read_documents
 from quern.data_pipeline.dedup.passes.signature_table import signature_batches
+from quern.data_pipeline.dedup.rows import key_starts, made_of
 from quern.data_pipeline.dedup.verify import could_match, fitting
 from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup, PartitionPlace
 from quern.errors import QuernError
@@ -115,11 +116,8 @@ def _members(
         )
     signatures = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, config.num_perm)
     keys = band_keys(signatures, config.bands, config.rows) ^ scope
-    members = np.empty(keys.size, dtype=MEMBER)
-    members["key"] = keys.ravel()
-    members["doc"] = np.repeat(docs, config.bands)
-    members["band"] = np.tile(np.arange(config.bands, dtype=np.uint8), len(docs))
-    return members
+    band = np.tile(np.arange(config.bands, dtype=np.uint8), len(docs))
+    return made_of(MEMBER, key=keys.ravel(), doc=np.repeat(docs, config.bands), band=band)
 
 
 def propose_pairs(work: DedupInputs, index: int, part: Slice, buckets: int) -> Done:
@@ -162,14 +160,10 @@ def select_candidates(work: DedupInputs, index: int, part: Slice, buckets: int) 
         different += len(pairs)
         low, high = sizes_of(pairs["low"]), sizes_of(pairs["high"])
         unknown = (low == MAX_SIZE) | (high == MAX_SIZE)
-        starts = np.ones(len(pairs), dtype=bool)
-        starts[1:] = pairs["high"][1:] != pairs["high"][:-1]
+        starts = key_starts(pairs["high"])
         anchor = pairs["low"][starts][np.cumsum(starts) - 1]
         possible = could_match(low, high, work.config.threshold) | unknown
-        rows = np.empty(int(possible.sum()), dtype=ANCHORED)
-        rows["anchor"] = anchor[possible]
-        for name in ("low", "high", "band"):
-            rows[name] = pairs[name][possible]
+        rows = made_of(ANCHORED, pairs[possible], anchor=anchor[possible])
         writer.add(rows, bucket_of_rank(rows["anchor"], buckets))
     return Done((different,), {"candidates": writer.close()})
 
@@ -200,14 +194,10 @@ def plan_verification(work: DedupInputs, index: int, kind: str, part: Slice) -> 
         for rows in part.blocks(ANCHORED, max(work.max_records // _RECORDS_PER_PAIR, 1)):
             rows = rows[np.lexsort((rows["low"], rows["high"], rows["anchor"]))]
             for start, end, docs in fitting(rows["low"], rows["high"], budget, _SHINGLES_PER_PAIR):
-                pairs = np.empty(end - start, dtype=PAIR)
-                for name in PAIR.names or ():
-                    pairs[name] = rows[name][start:end]
-                file.write(pairs.tobytes())
-                needs = np.empty(len(docs), dtype=NEED)
-                needs["rank"], needs["plan"], needs["group"] = ranks_of(docs), index, len(groups)
+                file.write(made_of(PAIR, rows[start:end]).tobytes())
+                needs = made_of(NEED, rank=ranks_of(docs), plan=index, group=len(groups))
                 writer.add(needs, work.range_of(needs["rank"]))
-                groups.append(len(pairs))
+                groups.append(end - start)
     return Done(tuple(groups), {f"{kind}-needs": writer.close()})
 
 
@@ -220,9 +210,8 @@ def locate_documents(
     first = np.array(first_groups)
     for needs in part.blocks(NEED, work.max_records):
         place = needs["rank"] - work.first_ranks[index]
-        rows = np.empty(len(needs), dtype=NEEDED)
-        rows["rank"], rows["row"] = needs["rank"], documents["row"][place]
-        rows["group"] = first[needs["plan"]] + needs["group"]
+        group = first[needs["plan"]] + needs["group"]
+        rows = made_of(NEEDED, rank=needs["rank"], row=documents["row"][place], group=group)
         writer.add(rows, documents["shard"][place])
     return Done((), {f"{kind}-needed": writer.close()})
 
@@ -250,9 +239,7 @@ def write_shingles(work: DedupInputs, shard: PartitionGroup, kind: str, needed: 
             nth = np.arange(len(row)) - np.repeat(np.cumsum(copies) - copies, copies)
             wanted = own[start[row] + nth]
             taken = batch.column("shingles").take(pa.array(row))
-            here = np.empty(len(row), dtype=LENGTH)
-            here["rank"] = wanted["rank"]
-            here["size"] = taken.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-            lengths.add(here, wanted["group"])
-            shingles.add(taken.flatten().to_numpy(zero_copy_only=False), np.repeat(wanted["group"], here["size"]))
+            size = taken.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            lengths.add(made_of(LENGTH, rank=wanted["rank"], size=size), wanted["group"])
+            shingles.add(taken.flatten().to_numpy(zero_copy_only=False), np.repeat(wanted["group"], size))
     return Done((), {f"{kind}-lengths": lengths.close(), f"{kind}-shingles": shingles.close()})

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from quern import storage
-from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, read_records
+from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, record_blocks
 from quern.data_pipeline.dedup.passes.facts import FACTS, fact_blocks
+from quern.data_pipeline.dedup.rows import made_of
 from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup
 from quern.errors import QuernError
 
@@ -97,15 +98,11 @@ def split_documents(work: DedupInputs, shard: PartitionGroup, num_cuts: int, buc
     ordered = work.writer("ordered", shard.index, num_cuts + 1, DOCUMENT)
     ids = work.writer("ids", shard.index, buckets, _ID)
     for place, row, facts in fact_blocks(work, shard):
-        documents = np.empty(len(facts), dtype=DOCUMENT)
-        for name in FACTS.names or ():
-            documents[name] = facts[name]
-        documents["source"], documents["shard"] = place.source, shard.index
-        documents["row"] = np.arange(row, row + len(facts))
+        rows = np.arange(row, row + len(facts))
+        documents = made_of(DOCUMENT, facts, source=place.source, shard=shard.index, row=rows)
         ordered.add(documents, _range_of_keys(_survivor_keys(work, place.source, facts), cuts))
-        both = np.empty(len(facts), dtype=_ID)
-        both["high"], both["low"] = facts["id"].T
-        ids.add(both, bucket_of_key(both["high"], buckets))
+        high, low = facts["id"].T
+        ids.add(made_of(_ID, high=high, low=low), bucket_of_key(high, buckets))
     return Done((), {"ordered": ordered.close(), "ids": ids.close()})
 
 
@@ -151,9 +148,8 @@ def sort_range(work: DedupInputs, index: int, part: Slice) -> Done:
 def document_blocks(work: DedupInputs, index: int) -> Iterator[tuple[int, np.ndarray]]:
     """``(rank of the first, documents)`` of one range, a bounded number at a time."""
     first, last = work.first_ranks[index : index + 2]
-    for start in range(first, last, _BLOCK):
-        end = min(start + _BLOCK, last)
-        yield start, read_records(work.file(DOCUMENTS, index), DOCUMENT, start - first, end - first)
+    for start, documents in record_blocks(work.file(DOCUMENTS, index), DOCUMENT, last - first):
+        yield first + start, documents
 
 
 def read_documents(work: DedupInputs, index: int, *fields: str) -> dict[str, np.ndarray]:
@@ -182,9 +178,7 @@ def number_documents(work: DedupInputs, index: int, gone: Sequence[Slice], shard
     writer: Writer = work.writer("numbered", index, shards, NUMBERED)
     first = work.first_ranks[index]
     for start, documents in document_blocks(work, index):
-        rows = np.empty(len(documents), dtype=NUMBERED)
-        rows["row"] = documents["row"]
         ranks = np.arange(start, start + len(documents))
-        rows["rank"] = np.where(mask[ranks - first], -1, ranks)
+        rows = made_of(NUMBERED, row=documents["row"], rank=np.where(mask[ranks - first], -1, ranks))
         writer.add(rows, documents["shard"])
     return Done((), {"numbered": writer.close()})

@@ -16,7 +16,7 @@ import numpy as np
 from quern import storage
 from quern.data_pipeline.dedup.bands import BandStats
 from quern.data_pipeline.dedup.exchange import Exchange, Slice, cuts, num_buckets
-from quern.data_pipeline.dedup.passes.clusters import join_at_once, large_star, small_star
+from quern.data_pipeline.dedup.passes.clusters import join_at_once, star
 from quern.data_pipeline.dedup.passes.decide import (
     find_survivors,
     identify_members,
@@ -252,21 +252,16 @@ def join_edges(stages: Stages, work: DedupInputs, edges: Sequence[Exchange]) -> 
     turn = 0
     while True:
         turn += 1
-        larger = stages.run(large_star, _star_tasks(work, f"large-{turn}", edges), f"large star {turn}", *edges)
-        into = f"small-{turn}"
-        halves = [larger[f"large-{turn}"]]
-        smaller = stages.run(small_star, _star_tasks(work, into, halves), f"small star {turn}", *halves)
-        if not any(changed for stage in (larger, smaller) for (changed,) in stage.numbers):
-            return smaller[into]
-        edges = [smaller[into]]
-
-
-def _star_tasks(
-    work: DedupInputs, into: str, edges: Sequence[Exchange]
-) -> list[tuple[DedupInputs, int, str, list[Slice]]]:
-    counts = np.sum([exchange.counts for exchange in edges], axis=0)
-    ranges = cuts(counts, work.max_records)
-    return [(work, i, into, [exchange.slice(*ends) for exchange in edges]) for i, ends in enumerate(ranges)]
+        changed = 0
+        for name, larger in (("large", True), ("small", False)):
+            into, counts = f"{name}-{turn}", np.sum([exchange.counts for exchange in edges], axis=0)
+            ranges = enumerate(cuts(counts, work.max_records))
+            tasks = [(work, i, into, [exchange.slice(*ends) for exchange in edges], larger) for i, ends in ranges]
+            stage = stages.run(star, tasks, f"{name} star {turn}", *edges)
+            changed += sum(number for (number,) in stage.numbers)
+            edges = [stage[into]]
+        if not changed:
+            return edges[0]
 
 
 def write_rows(

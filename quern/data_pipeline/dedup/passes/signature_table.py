@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from quern.data_pipeline.dedup.exchange import read_records
+from quern.data_pipeline.dedup.exchange import read_records, record_blocks
 from quern.data_pipeline.dedup.passes.facts import FACTS, Ids, id_words, read_rows
 from quern.data_pipeline.dedup.work import DedupInputs, PartitionPlace
 
@@ -24,30 +24,23 @@ def signature_batches(
     While the table has the documents in their order, as it is written, nothing of them is held; from the first that
     stands elsewhere on, all ids of the partition are, about 50 bytes a document.
     """
-    path = work.table("signatures", place)
+    path, path_of_facts = work.table("signatures", place), work.file("facts", place.index)
     index: Ids | None = None
     row, first, held = 0, 0, np.empty((0, 2), dtype=np.uint64)
     for batch in read_rows(path, ["doc_id", *columns]):
         ids = id_words(batch.column("doc_id"), f"{path}: doc_id")
         if index is None:
             if row + len(ids) > first + len(held):
-                first, held = row, _ids(work, place, row, min(row + _BLOCK, documents))
+                first, held = row, read_records(path_of_facts, FACTS, row, min(row + _BLOCK, documents))["id"]
             here = held[row - first : row - first + len(ids)]
             if len(here) == len(ids) and (here == ids).all():
                 yield np.arange(row, row + len(ids)), batch
                 row += len(ids)
                 continue
-            index = Ids(_all_ids(work, place, documents))
+            index = Ids(_all_ids(path_of_facts, documents))
         yield index.rows(ids), batch
 
 
-def _ids(work: DedupInputs, place: PartitionPlace, start: int, end: int) -> np.ndarray:
-    return read_records(work.file("facts", place.index), FACTS, start, end)["id"]
-
-
-def _all_ids(work: DedupInputs, place: PartitionPlace, documents: int) -> np.ndarray:
-    ids = np.empty((documents, 2), dtype=np.uint64)
-    for start in range(0, documents, _BLOCK):
-        end = min(start + _BLOCK, documents)
-        ids[start:end] = _ids(work, place, start, end)
-    return ids
+def _all_ids(path_of_facts: str, documents: int) -> np.ndarray:
+    ids = (block["id"].copy() for _, block in record_blocks(path_of_facts, FACTS, documents))
+    return np.concatenate([np.empty((0, 2), dtype=np.uint64), *ids])

@@ -7,6 +7,7 @@ resumes after the last one. An exchange is removed as soon as all stages that re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from quern.data_pipeline.execution.engine import Engine
 __all__ = ["DedupStage", "Stages"]
 
 
+@dataclass(frozen=True)
 class DedupStage:
     """The results of one stage."""
 
-    def __init__(self, numbers: list[list[int]], exchanges: dict[str, Exchange]) -> None:
-        self.numbers = numbers
-        """What each task gave back."""
-        self.exchanges = exchanges
+    numbers: list[list[int]]
+    """What each task gave back."""
+    exchanges: dict[str, Exchange]
 
     def __getitem__(self, exchange: str) -> Exchange:
         return self.exchanges[exchange]
@@ -56,7 +57,12 @@ class Stages:
         name = f"{self.number:03d}-{label.replace(' ', '-')}.json"
         path = storage.join(self._scratch, "stages", name)
         if self._key is not None and storage.exists(path):
-            stage = _load(storage.read_json(path), self._scratch)
+            stored = storage.read_json(path)
+            kept = stored["exchanges"].items()
+            exchanges = {
+                name: self._exchange(name, own["files"], np.array(own["counts"], np.int64)) for name, own in kept
+            }
+            stage = DedupStage(stored["numbers"], exchanges)
         else:
             stage = self._collect(function, tasks, label)
             if self._key is not None:
@@ -86,11 +92,3 @@ def _dump(stage: DedupStage) -> dict[str, Any]:
         for name, exchange in stage.exchanges.items()
     }
     return {"numbers": stage.numbers, "exchanges": exchanges}
-
-
-def _load(stored: dict[str, Any], scratch: str) -> DedupStage:
-    exchanges = {
-        name: Exchange(storage.join(scratch, name), tuple(kept["files"]), np.array(kept["counts"], dtype=np.int64))
-        for name, kept in stored["exchanges"].items()
-    }
-    return DedupStage(stored["numbers"], exchanges)

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.dedup.exchange import Slice, read_records
+from quern.data_pipeline.dedup.exchange import Slice, record_blocks, regrouped
 from quern.data_pipeline.dedup.passes.decide import CLUSTER, DECISION
 from quern.data_pipeline.dedup.records import KINDS
+from quern.data_pipeline.dedup.rows import made_of
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
 from quern.data_pipeline.dedup.work import DedupInputs, Done
 from quern.data_pipeline.page.keys import column_of
@@ -31,12 +32,8 @@ def sort_rows(work: DedupInputs, index: int, decisions: Slice, clusters: Slice) 
     high, low = (np.concatenate((members[half], removed[half])) for half in ("high", "low"))
     order = np.lexsort((low, high))  # stable: a member comes before its own removal
     member = order < len(members)
-    own = (np.cumsum(member) - 1)[~member]
-    rows = np.empty(len(removed), dtype=_DECIDED)
-    for name in DECISION.names or ():
-        rows[name] = removed[name]
-    for name in ("name_high", "name_low"):
-        rows[name] = members[name][own]
+    own = members[(np.cumsum(member) - 1)[~member]]
+    rows = made_of(_DECIDED, removed, name_high=own["name_high"], name_low=own["name_low"])
     storage.publish_bytes(work.file("decided", index), rows.tobytes())
     storage.publish_bytes(work.file("clustered", index), members.tobytes())
     return Done((len(rows), len(members)))
@@ -57,19 +54,10 @@ def write_tables(work: DedupInputs, counts: Sequence[tuple[int, int]]) -> Done:
 
 def _row_groups(paths: Sequence[tuple[str, int]], dtype: np.dtype) -> Iterator[np.ndarray]:
     """The rows of all files, as many at a time as a row group has; at least once."""
-    held: list[np.ndarray] = []
-    room = _ROW_GROUP
-    for path, count in paths:
-        done = 0
-        while done < count:
-            take = min(room, count - done)
-            held.append(read_records(path, dtype, done, done + take))
-            done, room = done + take, room - take
-            if not room:
-                yield np.concatenate(held)
-                held, room = [], _ROW_GROUP
-    if held or not any(count for _, count in paths):
-        yield np.concatenate([np.empty(0, dtype=dtype), *held])
+    pieces = (block for path, count in paths for _, block in record_blocks(path, dtype, count))
+    yield from regrouped(pieces, _ROW_GROUP)
+    if not any(count for _, count in paths):
+        yield np.empty(0, dtype=dtype)
 
 
 def _write_table(

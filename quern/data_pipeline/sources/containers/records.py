@@ -253,9 +253,7 @@ class Records:
             return f"not a WARC header ({error})"
         window.skip(size)
         self._kind, self._has_read = "warc", True
-        headers: dict[str, str] = {}
-        for name, value in pairs:
-            headers.setdefault(name.lower(), value)
+        headers = {name.lower(): value for name, value in reversed(pairs)}  # of a repeated name the first stays
         kind = headers.get("warc-type", "").strip().lower() or "none"
         return headers, kind, False, _number(headers.get("content-length"))
 

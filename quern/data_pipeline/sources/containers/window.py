@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from typing import IO, Literal
 
@@ -89,8 +90,13 @@ class Window:
         self._starts = signs.starts
         self._tick = tick
         self._members = GzipMembers(file, note, signs, begin=begin, tick=tick) if packing == "gzip" else None
-        self._pieces: Iterator[bytes] | None = pieces(file, note) if packing == "stream" else None
         self._file = file if packing == "plain" else None
+        if self._members is not None:
+            self._piece: Callable[[], bytes] = self._members.piece
+        elif packing == "plain":
+            self._piece = partial(file.read, _READ_BYTES)
+        else:
+            self._piece = partial(next, pieces(file, note), b"")
         self._began = False
         self._ahead: bytes | None = None
 
@@ -181,14 +187,6 @@ class Window:
             self._end_early()
         else:
             self._end()
-
-    def _piece(self) -> bytes:
-        if self._members is not None:
-            return self._members.piece()
-        if self._file is not None:
-            return self._file.read(_READ_BYTES)
-        assert self._pieces is not None
-        return next(self._pieces, b"")
 
     def _end_early(self) -> None:
         """A member whose end is known gives no more; if it is broken, what it gave of others' bytes must go at once."""

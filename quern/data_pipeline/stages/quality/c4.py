@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pydantic import Field
 
@@ -55,35 +54,22 @@ class C4Config(Section):
     """Replace the page's text by the lines that stay. If false, later families and stages read the text as it was."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    lines: list[str]
-    num_lines: int
-    lorem_ipsum: int
-    curly_bracket: int
-
-
 def measure(reading: Reading, config: C4Config) -> tuple[dict[str, float | None], Reading]:
     """The family's measures of a text, and the text of the lines that stay (``reading`` itself if it is the same).
 
     ``c4.lorem_ipsum`` and ``c4.curly_bracket`` are the number, from 1, of the first line that the rule finds, 0 for
     none. All else is measured as if neither rule stood in the way, so that the text is that of a page that passed.
     """
-    kept = _keep(reading, config)
-    joined = "\n".join(kept.lines)
+    lines, measures = _keep(reading, config)
+    joined = "\n".join(lines)
     left = reading if joined == reading.text else Reading(joined, reading.language)
-    measures: dict[str, float | None] = {
-        "c4.lorem_ipsum": float(kept.lorem_ipsum),
-        "c4.curly_bracket": float(kept.curly_bracket),
-        "c4.num_sentences": float(left.num_sentences if kept.lines else 0),
-        "c4.num_lines": float(kept.num_lines),
-        "c4.num_kept_lines": float(sum(map(bool, kept.lines))),
-    }
+    measures["c4.num_sentences"] = float(left.num_sentences if lines else 0)
     stripped = joined.strip()
     return measures, left if stripped == joined else Reading(stripped, reading.language)
 
 
-def _keep(reading: Reading, config: C4Config) -> _Kept:
+def _keep(reading: Reading, config: C4Config) -> tuple[list[str], dict[str, float | None]]:
+    """The lines that stay, and all measures but that of their sentences."""
     text = reading.text
     # A citation mark spans no line, so what the whole text does not hold no line needs to be searched for.
     whole = (_CITATION.sub("", text) if config.citations else text).lower()
@@ -116,7 +102,12 @@ def _keep(reading: Reading, config: C4Config) -> _Kept:
         if any(phrase in lower for phrase in policy):
             continue
         kept.append(line)
-    return _Kept(kept, len(lines), lorem_ipsum, curly_bracket)
+    return kept, {
+        "c4.lorem_ipsum": float(lorem_ipsum),
+        "c4.curly_bracket": float(curly_bracket),
+        "c4.num_lines": float(len(lines)),
+        "c4.num_kept_lines": float(sum(map(bool, kept))),
+    }
 
 
 def _longest_word(line: str) -> int:
@@ -132,12 +123,9 @@ def decide(measures: Mapping[str, float | None], config: C4Config) -> list[str]:
 
     On one line "lorem ipsum" is first, as for datatrove. A measure of None (or NaN) fails nothing.
     """
-    found = []
-    if config.lorem_ipsum and (line := measures.get("c4.lorem_ipsum")) is not None and line > 0:
-        found.append((line, "c4.lorem_ipsum"))
-    if config.curly_bracket and (line := measures.get("c4.curly_bracket")) is not None and line > 0:
-        found.append((line, "c4.curly_bracket"))
-    failed = [rule for _, rule in sorted(found, key=lambda pair: pair[0])]
+    wanted = (("c4.lorem_ipsum", config.lorem_ipsum), ("c4.curly_bracket", config.curly_bracket))
+    found = {rule: line for rule, is_on in wanted if is_on and (line := measures.get(rule) or 0) > 0}
+    failed = sorted(found, key=found.__getitem__)
     sentences = measures.get("c4.num_sentences")
     if config.min_sentences is not None and sentences is not None and sentences < config.min_sentences:
         failed.append("c4.num_sentences")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from quern.config import Section
+from quern.data_pipeline.stages.quality.repetition import second_and_later
 from quern.data_pipeline.stages.quality.words import TERMINAL_PUNCTUATION, Reading
 
 __all__ = ["MEASURES", "FinewebConfig", "decide", "measure"]
@@ -51,14 +52,7 @@ def measure(reading: Reading, *, short_line_length: int = 30) -> dict[str, float
     if not lines:
         return {name: 1.0 if name == "fineweb.empty" else None for name in MEASURES}
     num_newlines = text.count("\n")
-    repeated_chars = 0
-    if len(set(lines)) < len(lines):
-        seen: set[str] = set()
-        for line in lines:
-            if line in seen:
-                repeated_chars += len(line)
-            else:
-                seen.add(line)
+    repeated_chars = second_and_later(lines)[1] if len(set(lines)) < len(lines) else 0
     return {
         "fineweb.empty": 0.0,
         "fineweb.line_punct_ratio": sum(line[-1] in TERMINAL_PUNCTUATION for line in lines) / len(lines),

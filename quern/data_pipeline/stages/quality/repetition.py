@@ -33,7 +33,7 @@ from quern.config import Section
 from quern.data_pipeline.stages.quality.gopher import Dialect, words_of
 from quern.data_pipeline.stages.quality.words import Reading
 
-__all__ = ["MEASURES", "RepetitionConfig", "decide", "measure"]
+__all__ = ["MEASURES", "RepetitionConfig", "decide", "measure", "second_and_later"]
 
 _TOP = (2, 3, 4)
 _DUPLICATE = (5, 6, 7, 8, 9, 10)
@@ -113,7 +113,7 @@ def measure(reading: Reading, *, dialect: Dialect = "datatrove") -> dict[str, fl
             repeats, repeated_chars = _within_repeated(segments)
         else:
             num_chars = len(text)
-            repeats, repeated_chars = _second_and_later(segments)
+            repeats, repeated_chars = second_and_later(segments)
         measures[f"repetition.dup_{kind}_frac"] = repeats / len(segments) if segments else None
         measures[f"repetition.dup_{kind}_char_frac"] = repeated_chars / num_chars if num_chars else None
     grams = _Grams(words_of(reading, dialect))
@@ -138,7 +138,7 @@ def decide(measures: Mapping[str, float | None], config: RepetitionConfig) -> li
     return failed
 
 
-def _second_and_later(segments: Sequence[str]) -> tuple[int, int]:
+def second_and_later(segments: Sequence[str]) -> tuple[int, int]:
     """How many segments repeat an earlier one, and their characters."""
     seen: set[str] = set()
     repeats = chars = 0

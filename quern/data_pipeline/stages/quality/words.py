@@ -202,7 +202,7 @@ class Reading:
     @cached_property
     def _splitter(self) -> Splitter:
         chosen = splitter(self.language)
-        return chosen if not self.spaced or _within_budget(self.chunks, len(self.text)) else _plain()
+        return chosen if not self.spaced or _within_budget(self.chunks, len(self.text)) else _by_pattern(_PLAIN_WORD)
 
     def _parts(self) -> list[str]:
         """Chunks, newlines, and empty strings for each whitespace that spaCy makes a token of."""
@@ -230,18 +230,13 @@ def splitter(language: str) -> Splitter:
     One object a language and process: the number of languages bounds them.
     """
     if language in UNSPACED_LANGUAGES:
-        return _unspaced()
+        return _by_pattern(_UNSPACED_WORD)
     return _spaced(_spacy_name(language))
 
 
 @cache
-def _unspaced() -> Splitter:
-    return Splitter(lambda chunks: (tuple(_UNSPACED_WORD.findall(chunk)) for chunk in chunks))
-
-
-@cache
-def _plain() -> Splitter:
-    return Splitter(lambda chunks: (tuple(_PLAIN_WORD.findall(chunk)) for chunk in chunks))
+def _by_pattern(word: Any) -> Splitter:
+    return Splitter(lambda chunks: (tuple(word.findall(chunk)) for chunk in chunks))
 
 
 def _import_spacy() -> Any:
