@@ -102,12 +102,17 @@ def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Sear
     """Look at every legal layout. Of those that fit all are timed; ``most`` of those that do not are kept."""
     fitting: list[Found] = []
     short: list[Found] = []
+    too_large: set[Choice] = set()
     for choice in candidates(wish):
+        alike = replace(choice, micro_batch=1)
+        if alike in too_large:  # larger micro-batches of what does not fit need no less
+            continue
         step = step_of(choice, wish)
         ends = sorted({0, choice.pp - 1})  # the first has most micro-batches under way, the last logits
         found = room(step, state, hardware, ends)
         if found.short:
             short.append(Found(choice, step, found, None))
+            too_large.add(alike)
         else:
             fitting.append(Found(choice, step, found, estimate(step, hardware)))
     fitting.sort(key=_rank)
