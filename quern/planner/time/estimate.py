@@ -17,10 +17,12 @@ The slowest rank's parts are shown; ``bubble`` is where it waits for others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from quern.parallel.planning.host_state import host_state
+from quern.parallel.planning.stages import stage_layers
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import elements_held, traffic
 from quern.parallel.planning.weights import alike
@@ -63,8 +65,11 @@ class _Rank:
 
 def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     """How long a step takes; ``moment_bytes``: of an element of one of Adam's moments."""
-    plan, layout, number = step.plan, step.layout, step.num_micro_batches
-    layers = layout.layers_of_stages(step.shape)
+    plan, number = step.plan, step.num_micro_batches
+    layers = _layers(step.shape, step.layout.num_stages, step.layout.seq_len, step.layout.stage_layers)
+    # told, so that nobody cuts again
+    layout = replace(step.layout, stage_layers=tuple(map(len, layers)))
+    step = replace(step, layout=layout)
     blocks = {sparse: block(step, hardware, layer) for layer, sparse in _kinds(step)}
     found: dict[tuple[object, ...], _Rank] = {}
     ranks = []
@@ -101,14 +106,19 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     return StepTime(whole, parts, tokens, speed, full, causal)
 
 
+_layers = lru_cache(maxsize=256)(stage_layers)
+
+
 def _kinds(step: Step) -> list[tuple[int, bool]]:
     """A layer of each kind, and whether it has experts."""
     return [(layer, step.shape.is_sparse(layer)) for layer, _ in alike(step.shape, range(step.shape.num_layers))]
 
 
 def _rank(
-    step: Step, hardware: Hardware, place: int, stages: tuple[int, ...], blocks: Mapping[bool, Phases], moment_bytes: int
+    step: Step, hardware: Hardware, place: int, stages: Sequence[int], blocks: Mapping[bool, Phases], moment_bytes: int
 ) -> _Rank:
+    """What the ranks at that place of the pipeline do, with these stages; ``blocks``: of layers with experts, and
+    without."""
     layout, number = step.layout, step.num_micro_batches
     layers = layout.layers_of_stages(step.shape)
     rank, own = place * (step.plan.world_size // step.plan.pp), _Rank()

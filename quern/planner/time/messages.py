@@ -44,9 +44,7 @@ def collective(
     all-to-all, the bytes that go to other ranks, None = of equal parts."""
     near = max(1, min(ranks, hardware.node // apart))
     nodes = -(-ranks // near)
-    inside, outside = (
-        link.bytes_per_s * hardware.efficiency.links for link in (hardware.inside, hardware.outside)
-    )
+    inside, outside = (link.bytes_per_s * hardware.efficiency.links for link in (hardware.inside, hardware.outside))
     if kind == "send":
         link = hardware.inside if apart < hardware.node else hardware.outside
         return size / (link.bytes_per_s * hardware.efficiency.links) + calls * link.latency_s
