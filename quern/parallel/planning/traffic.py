@@ -108,15 +108,22 @@ def _stages(step: Step, rank: int) -> list[_Stage]:
         return [_Stage(range(step.shape.num_layers), True, True, work, (False, False))]
     pp, schedule = step.plan.pp, step.layout.scheduling
     layers, mine = _layers(step), step.layout.stages_of(rank)
-    actions = order(schedule, pp, len(mine), step.num_micro_batches)[rank]
-    letters_of: dict[int, str] = dict.fromkeys(mine, "")
-    for stage, letter in _gathered_ahead(actions) if len(mine) > 1 else ((one.stage, one.kind) for one in actions):
-        letters_of[stage] += letter
+    letters_of = _letters(schedule, pp, len(mine), step.num_micro_batches, rank)
     found = []
     for stage in mine:
         last = stage == len(layers) - 1
         sends = (not last and stage + 1 not in mine, stage > 0 and stage - 1 not in mine)
         found.append(_Stage(layers[stage], stage == 0, last, letters_of[stage] + "R", sends))
+    return found
+
+
+@lru_cache(maxsize=64)  # whatever the layout is otherwise
+def _letters(schedule: str, pp: int, stages: int, num_micro_batches: int, rank: int) -> Mapping[int, str]:
+    """The work of each of a rank's stages, as :attr:`_Stage.work` tells it, but for its end."""
+    actions = order(schedule, pp, stages, num_micro_batches)[rank]
+    found: dict[int, str] = {}
+    for stage, letter in _gathered_ahead(actions) if stages > 1 else ((one.stage, one.kind) for one in actions):
+        found[stage] = found.get(stage, "") + letter
     return found
 
 
@@ -289,13 +296,13 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
             size, ranks = count * sum(weight.padded(plan) for weight in weights), weights[0].shards(plan)
             axis = "expert_shard" if plan.ep > 1 and weights[0].stream is not None else plan.shard_axes
             sent = size * step.compute_bytes - count * smaller_by
-            for over in gathered(stage.work, reshard, ranks):
-                gathers[axis, over] += count
-                gathered_bytes[axis, over] += sent
+            for over, times in _gathers(stage.work, reshard, ranks).items():
+                gathers[axis, over] += count * times
+                gathered_bytes[axis, over] += sent * times
             # a pipeline keeps whole gradients until its last
-            times = step.num_micro_batches if plan.pp == 1 and step.layout.zero != 1 else 1
-            scatters[axis, ranks] += count * times
-            scattered[axis, ranks] += size * times * step.gradient_bytes
+            number = step.num_micro_batches if plan.pp == 1 and step.layout.zero != 1 else 1
+            scatters[axis, ranks] += count * number
+            scattered[axis, ranks] += size * number * step.gradient_bytes
             copies, copied = copies + count, copied + size // ranks * step.gradient_bytes
     for (axis, over), calls in gathers.items():
         yield Transfer(axis, "gather weights", "all_gather", over, calls, gathered_bytes[axis, over])
@@ -313,6 +320,12 @@ def float8_gathers(step: Step) -> tuple[int, int]:
     found = gathered_in_float8(step.shape, step.plan.tp, step.layout.float8).values()
     elements = sum(Weight(size, True).padded(step.plan) for size, _ in found)
     return elements * (step.compute_bytes - 1), sum(prod(scales) for _, scales in found)
+
+
+@lru_cache(maxsize=256, typed=True)  # 1 is not True
+def _gathers(work: str, reshard: bool | int, ranks: int) -> Mapping[int, int]:
+    """How many gathers of :func:`gathered` go over how many ranks."""
+    return Counter(gathered(work, reshard, ranks))
 
 
 def gathered(work: str, reshard: bool | int, ranks: int) -> list[int]:
