@@ -72,7 +72,6 @@ def test_a_check_of_what_does_not_fit_ends_in_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((), "--model: expected one, as llama3-70b"),
         (("--model", "gpt5"), "--model: preset: expected one of 'debug'"),
         (("--model", "debug", "--gpu", "h101"), "--gpu: expected one of h100, "),
         (("--model", "debug", "--fix", "tp"), "--fix: expected key=value with one of checkpointing"),

@@ -56,7 +56,7 @@ SMALL = {
     r"--at 1000000": "--at 100",
     r"other/\*": "out-*/*",
     r"--encoding gpt2": "--encoding trained --ranks runs/cc/tokens/encoding.tiktoken",
-    r"--nproc 8(?!.*--dry-run)": "--nproc 1",
+    r"^(?!quern plan)(.*)--nproc 8(?!.*--dry-run)": r"\1--nproc 1",
     r"RUN/tokens": "runs/cc/tokens",
     r"(configs/train-125m.yaml \S+)": r"\1 data.0.max_epochs=1000000000",
     r"^(quern train configs/train-125m\.yaml (?!.*--dry-run).*)": rf"\1 {TRAINING}",

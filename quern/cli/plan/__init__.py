@@ -11,13 +11,19 @@ import yaml
 from rich.console import Console
 
 from quern import storage
+from quern.cli.default_command import with_default
 from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError
 from quern.words import counted, size
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Say whether a model fits on a cluster, how fast it trains there, and in which layout.")
+app = typer.Typer(
+    cls=with_default("layouts"),
+    no_args_is_help=True,
+    subcommand_metavar="--model MODEL [OPTIONS] | COMMAND",
+    help="Say whether a model fits on a cluster, how fast it trains there, and in which layout.",
+)
 
 MOMENTS = {
     "loss": "when logits are there", "first": "when a backward is in its last block",
@@ -26,11 +32,10 @@ MOMENTS = {
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 @reports_errors
 def layouts(
-    ctx: typer.Context,
-    model: Annotated[str | None, typer.Option(help="A preset of model.preset, as llama3-70b.")] = None,
+    model: Annotated[str, typer.Option(help="A preset of model.preset, as llama3-70b.")],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the cluster.")] = 8,
     gpu: Annotated[str, typer.Option(help="A profile, as h100, or a YAML file of one.")] = "h100",
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of a sequence.")] = 8192,
@@ -52,8 +57,6 @@ def layouts(
     json: bool = JSON,
 ) -> None:
     """Look at every layout of a model on a cluster: whether it fits, and how long a step takes."""
-    if ctx.invoked_subcommand is not None:
-        return
     from quern.planner.answer import answer
     from quern.planner.hardware import load_hardware
     from quern.planner.memory.peak import State
@@ -73,7 +76,7 @@ def layouts(
                 f"step with what is fixed; expected another --batch or fewer --fix"
             )
         if emit is not None:
-            _write(emit, told["best"]["config"], str(model))
+            _write(emit, told["best"]["config"], model)
         out(told)
         if not json:
             _print(told, out_console())
@@ -84,7 +87,7 @@ def layouts(
 
 
 def _wish(
-    model: str | None, gpus: int, node: int, seq_len: int, batch: str | None, vocab_size: int, float8: str | None,
+    model: str, gpus: int, node: int, seq_len: int, batch: str | None, vocab_size: int, float8: str | None,
     compiled: bool, fix: list[str],
 ) -> Any:  # fmt: skip
     from quern.config import validate
@@ -92,8 +95,6 @@ def _wish(
     from quern.model.float8.recipe import Recipe, Scaling
     from quern.planner.candidates import Wish
 
-    if model is None:
-        raise InputError("--model: expected one, as llama3-70b; quern plan --help says what else there is")
     shape = validate({"preset": model}, ModelConfig, "--model").shape(vocab_size)
     if float8 is not None and float8 not in get_args(Scaling):
         raise InputError(f"--float8: expected one of {', '.join(get_args(Scaling))}, got {float8!r}")

@@ -6,12 +6,12 @@ import os
 from typing import Annotated, Any
 
 import typer
-import typer.core
 from rich.console import Console
 from rich.table import Table
 
 from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
+from quern.cli.default_command import with_default
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.cli.train import debug, fork, report
 from quern.cli.train.ranks import supervise
@@ -27,16 +27,8 @@ __all__ = ["app", "train"]
 _SIZES = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
-class _Group(typer.core.TyperGroup):
-    """Trains where no other command is named: ``quern train CONFIG``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = not args or args[0] == "--help" or args[0] in self.commands
-        return super().parse_args(ctx, args if named else ["run", *args])
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=with_default("run"),
     no_args_is_help=True,
     subcommand_metavar="CONFIG [key=value]... | COMMAND",
     help="Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
