@@ -161,7 +161,7 @@ def test_a_profile_may_be_a_file(tmp_path: Any) -> None:
     path.write_text(yaml.safe_dump(own | {"memory_gib": -1}))
     with pytest.raises(InputError, match=r"own\.yaml: memory_gib"):
         load_hardware(str(path))
-    with pytest.raises(InputError, match="expected one of .*h100"):
+    with pytest.raises(InputError, match=r"expected one of .*h100"):
         load_hardware("h101")
 
 
