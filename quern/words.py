@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "is_plain_name", "short", "shorten", "size"]
+from collections.abc import Sequence
+
+__all__ = ["aligned", "counted", "is_plain_name", "short", "shorten", "size"]
 
 #: Characters by which a text is cut sooner so that it ends with a whole word.
 _BACK = 40
@@ -42,6 +44,19 @@ def shorten(text: str, limit: int) -> str:
     cut = text[: limit - 1]
     word = cut.rfind(" ", max(len(cut) - _BACK, 1))
     return (cut[:word] if word > 0 and not text[limit - 1].isspace() else cut).rstrip() + "…"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A line for each row of a table: the first ``left`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        [
+            f"{cell:{'<' if place < left else '>'}{width}}"
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+    return ["  ".join(row).rstrip() for row in padded]
 
 
 def is_plain_name(text: object) -> bool:

@@ -16,12 +16,14 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from quern.errors import STDOUT, InputError, QuernError, ended_by, of_stdout
 from quern.train.processes.launch import ending_signals, leave_lost_terminal
 
 __all__ = [
-    "JSON", "ended_by_signals", "err_console", "json_stdout", "out_console", "plain", "plain_line", "reports_errors",
+    "JSON", "columns", "ended_by_signals", "err_console", "json_stdout", "out_console", "plain", "plain_line",
+    "reports_errors",
 ]  # fmt: skip
 
 #: Controls but tab and newline, what turns the direction of writing, and halves of characters, which no output takes.
@@ -38,6 +40,15 @@ def out_console() -> Console:
 def err_console() -> Console:
     """A console on stderr, for everything that is not the result."""
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def columns(*names: str) -> Table:
+    """A table without lines. A name that begins with ``>`` is of figures, to the right; other cells fold."""
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        figures = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if figures else "left", overflow="fold")
+    return table
 
 
 def plain(text: str) -> str:

@@ -26,19 +26,17 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
     eot_id: int | None = None,
 ) -> Tensor:
     """Continue ``tokens``, int64 [B, L] with L ≥ 1; returns int64 [B, L + new], the prompt included.
 
-    ``temperature`` 0 takes the likeliest token. ``top_k`` keeps the k likeliest, ``top_p`` the fewest that hold that
-    probability (Holtzman et al. 2020), both after the temperature. A row that drew ``eot_id`` is filled up with it;
-    when all rows have, generation ends early. Row b depends on (seed, b) and its own prompt only.
+    ``temperature`` 0 takes the likeliest token; ``top_k`` keeps the k likeliest. A row that drew ``eot_id`` is filled
+    up with it; when all rows have, generation ends early. Row b depends on (seed, b) and its own prompt only.
 
     Raises ValueError for a setting out of range or a token outside the vocabulary.
     """
-    _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
+    _check(model, tokens, max_new_tokens, temperature, top_k)
     batch, length = tokens.shape
     shape, capacity = model.shape, length + max_new_tokens
     dtype = model.compute_dtype or next(model.parameters()).dtype
@@ -49,7 +47,7 @@ def generate(
     fresh_BL = tokens
     for index in range(max_new_tokens):
         logits_BV = _advance(model, fresh_BL, tokens.shape[1] - fresh_BL.shape[1], kv)
-        next_B = _choose(logits_BV, chance_BS[:, index], temperature, top_k, top_p)
+        next_B = _choose(logits_BV, chance_BS[:, index], temperature, top_k)
         if eot_id is not None:
             next_B = next_B.masked_fill(ended_B, eot_id)
             ended_B |= next_B == eot_id
@@ -83,16 +81,13 @@ def _advance(model: Transformer, fresh_BL: Tensor, start: int, kv: Tensor) -> Te
     return model.logits(model.norm(x_BLD[:, -1:]))[:, 0]
 
 
-def _choose(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+def _choose(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """The token at ``chance_B`` in [0, 1) of the cumulative distribution, likeliest tokens first."""
     if temperature == 0:
         return logits_BV.argmax(dim=1)
     p_BV, id_BV = (logits_BV.double() / temperature).softmax(dim=1).sort(dim=1, descending=True, stable=True)
     if top_k is not None:
         p_BV = p_BV[:, :top_k]
-    if top_p is not None:
-        before_BV = p_BV.cumsum(dim=1) - p_BV
-        p_BV = p_BV.where(before_BV < top_p * p_BV.sum(dim=1, keepdim=True), 0)
     upto_BV = p_BV.cumsum(dim=1)
     # right=True: a token of probability 0 is never chosen, not even at chance 0
     rank_B1 = torch.searchsorted(upto_BV, chance_B[:, None] * upto_BV[:, -1:], right=True)
@@ -112,7 +107,6 @@ def _check(
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
-    top_p: float | None,
 ) -> None:
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens: expected [batch, length], both ≥ 1, got {list(tokens.shape)}")
@@ -124,5 +118,3 @@ def _check(
         raise ValueError(f"temperature: expected a number ≥ 0, got {temperature:g}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected an integer ≥ 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p: expected a number in (0, 1], got {top_p:g}")

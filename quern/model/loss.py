@@ -12,7 +12,7 @@ put together from one maximum and two sums a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,25 +21,12 @@ from torch.autograd.function import once_differentiable
 from quern.model import loss_kernels
 from quern.model.float8.accumulate import add_product
 from quern.model.float8.linear import Kept
+from quern.model.loss_kernels import Split
 
 __all__ = ["IGNORE", "Split", "by_token", "chunked_cross_entropy"]
 
 IGNORE = -100
 """A target that does not count."""
-
-
-class Split(Protocol):
-    """This rank's rows of the output projection, and the collectives with the ranks that hold the others."""
-
-    @property
-    def first_row(self) -> int:
-        """Number of the first row held here, in the whole padded vocabulary."""
-
-    def max_(self, values: Tensor) -> Tensor:
-        """The greatest of every rank's ``values``, element by element, in place. Collective."""
-
-    def sum_(self, values: Tensor) -> Tensor:
-        """The sum of every rank's ``values``, in place, the same bits on each. Collective."""
 
 
 def chunked_cross_entropy(

@@ -12,17 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["gradient", "statistics"]
+__all__ = ["Split", "gradient", "statistics"]
 
 
-class _Sums(Protocol):
-    def max_(self, values: Tensor) -> Tensor: ...
+class Split(Protocol):
+    """This rank's rows of the output projection, and the collectives with the ranks that hold the others."""
 
-    def sum_(self, values: Tensor) -> Tensor: ...
+    @property
+    def first_row(self) -> int:
+        """Number of the first row held here, in the whole padded vocabulary."""
+
+    def max_(self, values: Tensor) -> Tensor:
+        """The greatest of every rank's ``values``, element by element, in place. Collective."""
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """The sum of every rank's ``values``, in place, the same bits on each. Collective."""
 
 
 def statistics(
-    compiler: str, logits_CV: Tensor, target_C: Tensor, rows: int, sums: _Sums | None
+    compiler: str, logits_CV: Tensor, target_C: Tensor, rows: int, sums: Split | None
 ) -> tuple[Tensor, Tensor]:
     """Each token's log Z, and its target's logit minus that; of a ``target_C`` of -1 (held elsewhere, or none) the
     logit counts as zero on this rank. With ``sums`` over ranks, and then the same on each."""

@@ -14,7 +14,7 @@ from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
 from quern.parallel.planning.mesh import plan_mesh
 from quern.train.batches.corpus import Corpus
-from quern.train.batches.mixture import Mixture, carry_on, plan_mixture
+from quern.train.batches.mixture import Mixture, carry_on
 from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     Checkpoint,
@@ -91,7 +91,7 @@ def begin(
     kind = "rollback" if kind == _BACK else kind
     if ranks.first:
         _say_versions(config, corpus, moves)
-        announce(config.run_dir, mixture.order.hash, _paths(corpus))
+        announce(config.run_dir, mixture.order.hash, corpus.facts["paths"])
         log.info(
             "%s at step %d, data step %d%s", kind, step, data_step, f", from {checkpoint.path}" if checkpoint else ""
         )
@@ -253,11 +253,8 @@ def _append(
         "rollback" if kind == _BACK else kind, step, data_step, mixture.order,
         asked=asked,
         checkpoint=checkpoint.name if checkpoint else None,
-        versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
-        fingerprint=corpus.fingerprint,
         document_mask=config.document_mask,
-        paths=_paths(corpus),
-        **corpus.told_wheres,
+        **corpus.facts,
         dp=dp,
         micro_batch=config.micro_batch,
         **({"cp": config.parallel.context.to_dict()} if config.parallel.cp > 1 else {}),
@@ -276,16 +273,9 @@ def continuation(
     """
     step, data_step, tokens = _position(config, corpus, entries, kind, checkpoint)
     previous = latest_order(entries)
-    if previous is not None:
-        return step, data_step, tokens, carry_on(config, corpus, previous, data_step)
-    if checkpoint is not None:
+    if previous is None and checkpoint is not None:
         raise InputError(f"{checkpoint.path}: stands in a run whose ledger names no order; give another run_dir")
-    return step, data_step, tokens, Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
-
-
-def _paths(corpus: Corpus) -> dict[str, str]:
-    """Identity of each source → its folder, absolute."""
-    return {ident: reader.path for ident, reader in zip(corpus.ids, corpus.readers, strict=True)}
+    return step, data_step, tokens, carry_on(config, corpus, previous, data_step)
 
 
 def _position(

@@ -7,7 +7,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +18,7 @@ from quern.tokenize.selection.chosen import CHOSEN
 from quern.train.batches.assignment import check_divides
 from quern.train.batches.held_out import open_held_out
 from quern.train.batches.mixture import open_corpus, plan_mixture
-from quern.train.checkpoint.format.folder import write_file
+from quern.train.checkpoint.format.folder import new_folder, write_file
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -81,31 +80,26 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
     history = _history(run_dir, manifest)
     _check(config, run_dir, Checkpoint(step, source), manifest)
     run = uuid.uuid4().hex
-    staged = os.path.join(os.path.dirname(to), f".{os.path.basename(to)}.{run}.tmp")
     try:
-        os.makedirs(staged)
-        folder = os.path.join(checkpoints_folder(staged), checkpoint_name(step))
-        collect(run_dir, folder, step=step)
-        write_file(os.path.join(folder, MANIFEST_FILE), replace(manifest, run=run).to_bytes())
-        line = {
-            "kind": "fork", "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step,
-            "data_step": manifest.data_step, "run": manifest.run, "path": trunk,
-        }  # fmt: skip
-        write_file(os.path.join(staged, LEDGER_FILE), history + json.dumps(line).encode() + b"\n")
-        write_file(os.path.join(staged, CONFIG_FILE), dump_yaml(config).encode())
-        write_file(os.path.join(staged, RUN_ID_FILE), f"{run}\n".encode())
-        if os.path.isdir(chosen := os.path.join(run_dir, CHOSEN)):
-            shutil.copytree(chosen, os.path.join(staged, CHOSEN))
-        for path in (folder, checkpoints_folder(staged), staged):
-            storage.sync(path)
-        os.rename(staged, to)
-        storage.sync(os.path.dirname(to))
-    except BaseException as error:
-        with suppress(OSError):
-            shutil.rmtree(staged)
-        if isinstance(error, OSError):
-            raise QuernError(f"{to}: not made: {error.filename or ''}: {error.strerror or error}") from None
-        raise
+        with new_folder(to) as staged:
+            folder = os.path.join(checkpoints_folder(staged), checkpoint_name(step))
+            collect(run_dir, folder, step=step)
+            write_file(os.path.join(folder, MANIFEST_FILE), replace(manifest, run=run).to_bytes())
+            line = {
+                "kind": "fork", "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step,
+                "data_step": manifest.data_step, "run": manifest.run, "path": trunk,
+            }  # fmt: skip
+            write_file(os.path.join(staged, LEDGER_FILE), history + json.dumps(line).encode() + b"\n")
+            write_file(os.path.join(staged, CONFIG_FILE), dump_yaml(config).encode())
+            write_file(os.path.join(staged, RUN_ID_FILE), f"{run}\n".encode())
+            if os.path.isdir(chosen := os.path.join(run_dir, CHOSEN)):
+                shutil.copytree(chosen, os.path.join(staged, CHOSEN))
+            for path in (folder, checkpoints_folder(staged), staged):
+                storage.sync(path)
+            if os.path.isdir(to):  # empty, as was seen
+                os.rmdir(to)
+    except OSError as error:
+        raise QuernError(f"{to}: not made: {error.filename or ''}: {error.strerror or error}") from None
     _announce(to)
     return Forked(to, run, step, trunk, manifest.run, tuple(changed))
 

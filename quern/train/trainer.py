@@ -32,7 +32,7 @@ from quern.train.processes.ranks import Ranks
 from quern.train.step import figures
 from quern.train.step.by_rank import RankFigures
 from quern.train.step.by_source import SourceLosses
-from quern.train.step.forensics import Forensics, Seen
+from quern.train.step.forensics import Forensics
 from quern.train.step.guard import Guard, Health
 from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
 from quern.train.step.optimizer import Optimizer
@@ -118,7 +118,7 @@ class Trainer(Closes):
         self.replicas = Replicas(interval, held, self.optimizer, self.ranks, self.start.step)
         self.recomputation = Recomputation(self.config, self.parallel, self.loss_scale, self.ranks, self.start.step)
         self.placement = Placement(self.parallel, self.optimizer, self.ledger)
-        self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
+        self._master = precision_of(self.config.precision).master
 
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
@@ -250,13 +250,14 @@ class Trainer(Closes):
             pending.ended.wait()
             found, behind = figures.unpack(pending.values)
             self.by_rank.settle(pending.wait_s)
-            self.forensics.settle(self._read(pending, found, behind))
+            self._read(pending, found, behind)
+            self.forensics.settle(pending, found)
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             self.back.judge(pending.step, pending.data_step, found, self._skips)
             self.link_probe.asked |= found.links > 0
         self.back.judge_copies(self.replicas.settle(self.done - keep))
 
-    def _read(self, pending: figures.Pending, found: figures.Figures, behind: list[float]) -> Seen:
+    def _read(self, pending: figures.Pending, found: figures.Figures, behind: list[float]) -> None:
         if found.stop and self.stopped_by is None:
             here = "the state of a GPU" if self.device_watch.failing else "signal to another rank"
             self.stopped_by = signal.Signals(self._signal).name if self._signal else here
@@ -267,9 +268,8 @@ class Trainer(Closes):
         self._skips = self._skips + (not left_out) if found.skipped else 0
         self._spikes += [pending.step] if found.loss_spike or found.norm_spike else []
         where, num = {"step": pending.step, "data_step": pending.data_step}, len(self.by_source)
-        seen = Seen.of(pending, found)
         if self.ledger is None or self.metrics is None:
-            return seen
+            return
         if found.skipped:
             figures.warn_of_skip(pending, found, left_out, self._skips, self.config.guard.max_skips)
         figures.note_abnormal(self.ledger, where, found, left_out)
@@ -293,7 +293,6 @@ class Trainer(Closes):
         self.metrics.report(
             row | ({"z_loss": found.objective - found.loss} if self.config.z_loss and not self.doremi else {})
         )
-        return seen
 
     def save_if_due(self, step: int) -> None:
         """Save every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""

@@ -24,7 +24,7 @@ from quern.errors import InputError, QuernError
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.loader import Loader
-from quern.train.batches.mixture import Mixture, carry_on, open_corpus, plan_mixture
+from quern.train.batches.mixture import Mixture, carry_on, open_corpus
 from quern.train.batches.tensors import StepTensors, tensors_of
 from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, checkpoints_folder, list_checkpoints
@@ -285,20 +285,19 @@ class TrainingBatches(Closes):
         config, start = self.config, self._first
         if self._attempt and start > reached(ledger.entries):
             ledger.append("complete", step=start)
-        paths = {ident: reader.path for ident, reader in zip(corpus.ids, corpus.readers, strict=True)}
+        facts = corpus.facts
         ledger.move(
             "resume" if self._attempt else "start", start, self._data_step, mixture.order,
-            versions=dict(zip(corpus.ids, corpus.versions, strict=True)), fingerprint=corpus.fingerprint,
-            document_mask=config.document_mask, paths=paths, **corpus.told_wheres, dp=world,
-            micro_batch=config.micro_batch, looks_ahead=self._looks_ahead,
+            document_mask=config.document_mask, **facts, dp=world, micro_batch=config.micro_batch,
+            looks_ahead=self._looks_ahead,
         )  # fmt: skip
-        announce(config.run_dir, mixture.order.hash, paths)
+        announce(config.run_dir, mixture.order.hash, facts["paths"])
         storage.publish_bytes(os.path.join(config.run_dir, CONFIG_FILE), dump_yaml(config).encode())
         storage.write_json(
             os.path.join(config.run_dir, RUN_FILE),
             {
                 "kind": "train", "trainer": "other", "config_digest": digest(config), "order": mixture.order.hash,
-                "sources": paths, "versions": {"quern": __version__, "torch": torch.__version__},
+                "sources": facts["paths"], "versions": {"quern": __version__, "torch": torch.__version__},
             },
         )  # fmt: skip
         quiet = MetricsConfig(tensorboard=False, live=False)
@@ -339,12 +338,10 @@ def _place(
 ) -> tuple[int, Mixture]:
     """The data step that step ``start`` reads, and the order: the same by the ledger before its new line and after."""
     previous = latest_order(entries)
-    if previous is not None:
-        at = data_step(entries, start)
-        return at, carry_on(config, corpus, previous, at)
-    if start:
+    if previous is None and start:
         raise InputError(f"start: no run has begun in {config.run_dir}: expected 0, got {start}")
-    return 0, Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+    at = 0 if previous is None else data_step(entries, start)
+    return at, carry_on(config, corpus, previous, at)
 
 
 def _changes(mixture: Mixture, first: int, stop: int) -> list[int]:

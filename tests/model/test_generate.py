@@ -59,9 +59,9 @@ def test_draws_do_not_touch_the_global_random_state(model):
 
 def counted(logits: torch.Tensor, num: int = 20_000, **options) -> torch.Tensor:
     """Share of each token over evenly spread chances."""
-    settings = {"temperature": 1.0, "top_k": None, "top_p": None} | options
+    settings = {"temperature": 1.0, "top_k": None} | options
     chance = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    chosen = _choose(logits.expand(num, -1), chance, settings["temperature"], settings["top_k"], settings["top_p"])
+    chosen = _choose(logits.expand(num, -1), chance, settings["temperature"], settings["top_k"])
     return torch.bincount(chosen, minlength=logits.numel()) / num
 
 
@@ -79,20 +79,11 @@ def test_top_k_keeps_the_likeliest():
     torch.testing.assert_close(counted(logits, top_k=99), logits.softmax(0), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("top_p", "num_kept"), [(1e-9, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (1.0, 4)])
-def test_top_p_keeps_the_fewest_that_hold_it(top_p, num_kept):
-    p = torch.tensor([0.07, 0.5, 0.13, 0.3], dtype=torch.float64)
-    kept = torch.zeros(4, dtype=torch.float64)
-    kept[p.argsort(descending=True)[:num_kept]] = 1
-    expected = (p * kept / (p * kept).sum()).float()
-    torch.testing.assert_close(counted(p.log(), top_p=top_p), expected, rtol=0, atol=1e-4)
-
-
 def test_chances_at_the_ends_choose_a_kept_token():
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]] * 2)
     chance = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert _choose(logits, chance, 1.0, None, None).tolist() == [2, 1]
-    assert _choose(logits, chance, 1.0, None, 0.6).tolist() == [2, 2]
+    assert _choose(logits, chance, 1.0, None).tolist() == [2, 1]
+    assert _choose(logits, chance, 1.0, 1).tolist() == [2, 2]
 
 
 def test_a_row_that_ended_is_filled_up_and_all_ended_stop(model):
@@ -124,8 +115,6 @@ def test_nothing_new_returns_the_prompt(model):
         (prompt(), {"max_new_tokens": -1}, "max_new_tokens: expected an integer ≥ 0, got -1"),
         (prompt(), {"temperature": -0.5}, "temperature: expected a number ≥ 0, got -0.5"),
         (prompt(), {"top_k": 0}, "top_k: expected an integer ≥ 1, got 0"),
-        (prompt(), {"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0"),
-        (prompt(), {"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
     ],
 )
 def test_settings_out_of_range_are_refused(model, tokens, options, message):

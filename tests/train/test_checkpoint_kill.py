@@ -180,7 +180,7 @@ def live(run: Path, base: int, told: int, mode: str = "sync", command: list[str]
             except QuernError as error:
                 if not doomed or "the checkpoint writer" not in str(error):
                     raise
-                checkpoints.async_save._background._command[-2] = "-"  # the next one lives
+                background._COMMAND[-2] = "-"  # the next one lives
                 os.write(told, b"failed\n")
             else:
                 os.write(told, f"{step} {key}\n".encode())

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as torch_load
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,7 +33,6 @@ from quern.parallel.local import LocalRanks
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.checkpoint.format import dcp
 from quern.train.checkpoint.format.dcp import BUFFER_BYTES, load_tensors, needed_files
-from quern.train.checkpoint.format.metadata import StoredSlice
 from quern.train.checkpoint.format.state import TrainState, view_tensors
 from quern.train.config import CheckpointConfig
 from quern.train.processes.agree import Agreement
@@ -72,7 +72,7 @@ def stored(sizes: dict[str, tuple[int, ...]], random: np.random.Generator) -> tu
             )
             chunks.append(chunk)
             file = int(random.integers(30))
-            places[MetadataIndex(name, chunk.offsets)] = StoredSlice(f"{file}.distcp", 0, 1)
+            places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(f"{file}.distcp", 0, 1)
             owners[name][tuple(slice(*stretch) for stretch in box)] = file
         tensors[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks)
     return Metadata(tensors, None, places), owners
@@ -186,7 +186,7 @@ def one_piece(file: Path, tensor: torch.Tensor) -> Metadata:
         length = stream.tell()
     chunk = ChunkStorageMetadata(torch.Size(0 for _ in tensor.shape), tensor.size())
     described = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [chunk])
-    return Metadata({"a": described}, None, {MetadataIndex("a", chunk.offsets): StoredSlice(file.name, 0, length)})
+    return Metadata({"a": described}, None, {MetadataIndex("a", chunk.offsets): _StorageInfo(file.name, 0, length)})
 
 
 @pytest.mark.parametrize(("gap", "share"), [(1024, 1.0), (3072, 1.0), (3073, 4.0)])
@@ -215,7 +215,7 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
 
     def load(data: bytes) -> None:
         file.write_bytes(data)
-        told = replace(metadata, storage_data={index: StoredSlice(file.name, 0, len(data))})
+        told = replace(metadata, storage_data={index: _StorageInfo(file.name, 0, len(data))})
         load_tensors(str(tmp_path), told, {"a": torch.zeros(3)}, {}, Agreement(0, 1))
 
     load(good)

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quern.train.batches import prefetch as prefetch_module
 from quern.train.batches.prefetch import Prefetch
-from support.train.hand_clock import HandClock
 from support.waits import until
 
 
@@ -101,25 +99,6 @@ def test_closing_wakes_a_consumer_that_waits() -> None:
         thread.join(120)
         assert not thread.is_alive()
     assert len(ended) == 1
-
-
-def test_the_time_waited_is_the_consumers_and_the_time_spent_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = HandClock()
-    monkeypatch.setattr(prefetch_module, "time", clock)
-
-    def slow(number: int) -> int:
-        if number == 0:
-            clock.pass_once_read(3.0)
-        return number
-
-    prefetch = Prefetch(slow, 0, 5, 2)
-    assert list(prefetch) == [0, 1, 2, 3, 4]
-    assert prefetch.spent_s == prefetch.waited_s == 3.0
-    prefetch = Prefetch(lambda n: n, 0, 2, 2)
-    until(lambda: not running())
-    clock.now += 7.0
-    assert list(prefetch) == [0, 1]
-    assert prefetch.waited_s == prefetch.spent_s == 0.0
 
 
 def test_an_interpreter_ends_though_nobody_closed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ def test_sources_that_cannot_be_taken(tmp_path: Path) -> None:
     sparse = upcycle(source, str(tmp_path / "sparse"), moe)[0].folder
     lacking = rewrite.open_source(source, str(tmp_path / "lacking"))[0]
     del lacking.tensors["model.blocks.1.ffn.w3.weight"]
-    rewrite.write_anew(lacking, str(tmp_path / "lacking"), lacking, None, None, lacking.manifest, weights_only=True)
+    write = partial(rewrite.write_anew, lacking, str(tmp_path / "lacking"), lacking.tensors, lacking.read)
+    write(None, None, lacking.manifest, weights_only=True)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(InputError, match=r"sparse/manifest\.json: expected the checkpoint of a dense model, got"):
         upcycle(sparse, str(tmp_path / "out"), moe)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.file_locations import elsewhere
@@ -172,11 +171,8 @@ def _print_rows(source: str, rows: list[Row], stored: _Stored | None) -> None:
         if stored is None or stored.error is None:
             err_console().print(f"{plain(source)}: no checkpoints", markup=False)
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "data step", "tokens", "size"):
-        table.add_column(name, justify="right")
-    for name in ("tensors", *(["stored"] if stored else []), "valid", "notes"):
-        table.add_column(name)
+    numbered = (">step", ">data step", ">tokens", ">size")
+    table = columns(*numbered, "tensors", *(["stored"] if stored else []), "valid", "notes")
     for row in rows:
         numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
         numbers.append(size(row["bytes"]) if row["bytes"] is not None else "")
@@ -312,11 +308,7 @@ def _print_collected(made: Collected) -> None:
     out = out_console()
     if not sys.stdout.isatty():
         out.width = 4096  # names stay in one piece for whoever reads the lines
-    table = Table(box=None, pad_edge=False)
-    table.add_column("file", overflow="fold")
-    table.add_column("size", justify="right")
-    for name in ("from", "where"):
-        table.add_column(name, overflow="fold")
+    table = columns("file", ">size", "from", "where")
     for origin in made.files:
         tier = f"node {origin.host}" if origin.host is not None else origin.tier
         cells = [plain(text).replace("[", r"\[") for text in (origin.name, size(origin.size), tier, origin.path)]

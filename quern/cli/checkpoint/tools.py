@@ -14,7 +14,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.table import Table
 
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml, load_config, parse_overrides, validate
 from quern.errors import InputError, QuernError
 from quern.model.moe.config import MoEConfig
@@ -100,9 +100,7 @@ def _print_comparison(found: Comparison, top: int) -> None:
 
 
 def _facts_table(title: str, facts: tuple[Fact, ...]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in (title, "a", "b"):
-        table.add_column(name, overflow="fold")
+    table = columns(title, "a", "b")
     for fact in facts:
         values = [_cell(fact.values[side]) if side in fact.values else "—" for side in ("a", "b")]
         table.add_row(_cell(fact.name), *values)
@@ -110,11 +108,8 @@ def _facts_table(title: str, facts: tuple[Fact, ...]) -> Table:
 
 
 def _tensor_table(tensors: list[TensorDifference]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("size and type", overflow="fold")
-    for name in ("max |a−b|", "relative", "differing", "NaN in a alone", "in b alone"):
-        table.add_column(name, justify="right")
+    counts = (">differing", ">NaN in a alone", ">in b alone")
+    table = columns("tensor", "size and type", ">max |a−b|", ">relative", *counts)
     for tensor in tensors:
         held = {side: f"{list(size)} {tensor.dtypes[side]}" for side, size in tensor.sizes.items()}
         if len(held) == 1:
@@ -302,9 +297,7 @@ class _StoredPruning:
         return {"url": self.store.url, "checkpoints": rows, "removed": self.removed}
 
     def print(self) -> None:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("in the store", justify="right")
-        table.add_column("")
+        table = columns(">in the store", "")
         for step, whole in self.steps.items():
             table.add_row(f"{step:,}", ("stays" if step in self.keep else "goes") + ("" if whole else ", incomplete"))
         out_console().print(table)
@@ -342,10 +335,7 @@ def _remove(going: list[Candidate]) -> tuple[list[Candidate], list[str]]:
 
 
 def _print_candidates(found: list[Candidate]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "size"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table = columns(">step", ">size", "")
     for candidate in found:
         notes = ["stays" if candidate.keep else "goes"]
         notes += ["newest whole"] if candidate.newest_whole else []

@@ -200,21 +200,21 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         ("order", "that of the data, which is assumed" if summary["corpus"]["fingerprint"] is None else order["order"]),
         ("left out", "activations, a gathered block and what the allocator keeps: quern bench measures peak memory"),
     ]  # fmt: skip
+
+    def insert(before: str, name: str, text: str) -> None:
+        rows.insert([name for name, _ in rows].index(before), (name, text))
+
     if summary["held_bytes"]["gathered"]:
-        place = next(number for number, (name, _) in enumerate(rows) if name == "a checkpoint")
-        rows.insert(place, ("FSDP2 holds", _held(config.parallel.resharding, **summary["held_bytes"])))
+        insert("a checkpoint", "FSDP2 holds", _held(config.parallel.resharding, **summary["held_bytes"]))
     if (host := summary["host_state"]) is not None:
-        place = next(number for number, (name, _) in enumerate(rows) if name == "a checkpoint")
         held, moved = (f"{size(host[a])} of {b}" for a, b in (("host", "masters and moments"), ("down", "gradients")))
         back = f"{size(host['up'])} of weights come back"
-        rows.insert(
-            place, ("on the host", f"a rank: {held}, {size(host['staging'])} of buffers; a step moves {moved}, {back}")
-        )
+        told = f"a rank: {held}, {size(host['staging'])} of buffers; a step moves {moved}, {back}"
+        insert("a checkpoint", "on the host", told)
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
         by = " by torchao" if fp8["implementation"] == "torchao" else ""
-        place = next(number for number, (name, _) in enumerate(rows) if name == "model state")
-        rows.insert(place, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
+        insert("model state", "fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}")
     for name, text in rows:
         _say(console, f"{name:<14} {text}")
     if layout["ranks"] > 1:

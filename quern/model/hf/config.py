@@ -33,6 +33,11 @@ _EXPERTS = {MIXTRAL: 8, QWEN3_MOE: 128, OLMOE: 64}
 #: Bounded: names are made for every expert of a foreign file.
 _MOST_EXPERTS = 100_000
 
+_ROPE = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")} | {
+    "original_max_position": "original_max_position_embeddings"
+}
+"""transformers' keys of a llama3 scaling, by ours."""
+
 
 def hf_config(shape: ModelShape, *, max_position: int | None, eos_id: int | None, dtype: torch.dtype) -> dict[str, Any]:
     """The content of ``config.json``.
@@ -79,13 +84,7 @@ def hf_config(shape: ModelShape, *, max_position: int | None, eos_id: int | None
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if scaling:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
+        config["rope_scaling"] = {"rope_type": "llama3"} | {key: getattr(scaling, own) for own, key in _ROPE.items()}
     return config | _own_keys(architecture, shape)
 
 
@@ -138,7 +137,7 @@ def _own_keys(architecture: str, shape: ModelShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shape_from_config(config: Any, name: str, *, vocab_multiple: int = 128) -> ModelShape:
+def shape_from_config(config: Any, name: str) -> ModelShape:
     """The sizes a ``config.json`` states; ``name`` is the file's, for errors.
 
     Raises:
@@ -199,7 +198,7 @@ def shape_from_config(config: Any, name: str, *, vocab_multiple: int = 128) -> M
             )  # fmt: skip
         return ModelShape(
             num_layers=layers, dim=dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-            ffn_dim=ffn_dim, vocab_size=size("vocab_size"), vocab_multiple=vocab_multiple,
+            ffn_dim=ffn_dim, vocab_size=size("vocab_size"), vocab_multiple=128,
             rope_theta=theta, rope_scaling=scaling, norm_eps=config.get("rms_norm_eps", 1e-6),
             qk_norm=_QK_NORM[architecture], tied_embeddings=config.get("tie_word_embeddings", False), moe=moe,
         )  # fmt: skip
@@ -243,14 +242,7 @@ def _rope(config: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | No
         return theta, None
     original = {"original_max_position_embeddings": config.get("max_position_embeddings")} | stated
     try:
-        return theta, RopeScaling.model_validate(
-            {
-                "factor": stated["factor"],
-                "low_freq_factor": stated["low_freq_factor"],
-                "high_freq_factor": stated["high_freq_factor"],
-                "original_max_position": original["original_max_position_embeddings"],
-            }
-        )
+        return theta, RopeScaling.model_validate({own: original[key] for own, key in _ROPE.items()})
     except KeyError as error:
         raise InputError(f"{name}: {key}.{error.args[0]}: missing; rope_type 'llama3' needs it") from None
     except ValidationError as error:

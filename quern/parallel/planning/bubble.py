@@ -1,6 +1,6 @@
 """Simulates the order in which pipeline ranks process micro-batches, and their idle time.
 
-The order of the schedules that torch writes down as a list is torch's own, so it is imported where that list is asked
+The order of schedules that nobody plans by the thousand is torch's own list, so torch is imported where it is asked
 for.
 """
 
@@ -29,7 +29,7 @@ UNITS: dict[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """A backward takes two products for each one of the forward."""
 
 
-@lru_cache(maxsize=8)  # every place of a pipeline asks for the same
+@lru_cache(maxsize=32)  # every place of a pipeline asks for the same
 def order(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Action]]:
     """The actions of each rank in sequence; the lists are cached and must not be changed.
 
@@ -40,6 +40,8 @@ def order(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) 
     if schedule in ("gpipe", "1f1b"):  # torch's loops, which it writes down as a list for drawings only
         warm_up = [num_micro_batches if schedule == "gpipe" else pp - rank for rank in range(pp)]
         return [_warmed_up(rank, num_micro_batches, ahead) for rank, ahead in enumerate(warm_up)]
+    if schedule == "interleaved_1f1b":
+        return [_interleaved(rank, pp, stages_per_rank, num_micro_batches) for rank in range(pp)]
     return [
         [_action(part) for action in actions if action is not None for part in action.sub_actions or (action,)]
         for _, actions in sorted(_torch_order(schedule, pp, stages_per_rank, num_micro_batches).items())
@@ -53,6 +55,29 @@ def _warmed_up(stage: int, num_micro_batches: int, ahead: int) -> list[Action]:
         actions.append(Action(stage, "B", number))
         if number + ahead < num_micro_batches:
             actions.append(Action(stage, "F", number + ahead))
+    return actions
+
+
+def _interleaved(rank: int, pp: int, stages_per_rank: int, num_micro_batches: int) -> list[Action]:
+    """Narayanan et al. 2021, section 2.2: micro-batches go through a rank's stages in rounds of about ``pp``; backwards
+    begin when those of the last stage can. As torch's ScheduleInterleaved1F1B."""
+    each = num_micro_batches // max(1, num_micro_batches // pp)
+    total = stages_per_rank * num_micro_batches
+    ahead = min((stages_per_rank - 1) * each + 2 * (pp - 1 - rank), total)
+    actions: list[Action] = []
+
+    def add(kind: Literal["F", "B"], number: int) -> None:
+        rounds, place = divmod(number, each)
+        turn, local = divmod(rounds, stages_per_rank)
+        stage = (local if kind == "F" else stages_per_rank - 1 - local) * pp + rank
+        actions.append(Action(stage, kind, turn * each + place))
+
+    for number in range(ahead):
+        add("F", number)
+    for number in range(total):
+        if number + ahead < total:
+            add("F", number + ahead)
+        add("B", number)
     return actions
 
 

@@ -11,6 +11,7 @@ most even one, then the one with the fewest layers in front, where most micro-ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ def stages_of(rank: int, schedule: str, pp: int, stages_per_rank: int | None = N
     return tuple(range(rank, num_stages(schedule, pp, stages_per_rank), pp))
 
 
+@lru_cache(maxsize=256)
 def stage_layers(shape: ModelShape, stages: int, seq_len: int, given: Sequence[int] | None = None) -> tuple[range, ...]:
     """The layers of every stage in turn: as ``given`` (how many each has), else by cost.
 

@@ -49,12 +49,14 @@ def elements_held(step: Step, rank: int = 0) -> int:
     """Parameters that the rank holds between steps, padded vocabulary counted."""
     places = step.plan.coordinates(rank)
     layers = _layers(step)
-    weights: list[Weight] = []
+    shard, total = step.plan.shard_of(places), 0
     for stage in step.layout.stages_of(places["pp"]):
-        for layer, count in alike(step.shape, layers[stage]):
-            weights += block_weights(step.shape, step.plan.tp, layer, step.plan.ep) * count
-        weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
-    return sum(weight.share(step.plan, step.plan.shard_of(places)) for weight in weights)
+        ends = end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
+        blocks = [(block_weights(step.shape, step.plan.tp, layer, step.plan.ep), count)
+                  for layer, count in alike(step.shape, layers[stage])]  # fmt: skip
+        for weights, count in [*blocks, (ends, 1)]:
+            total += count * sum(weight.share(step.plan, shard) for weight in weights)
+    return total
 
 
 def buffer_elements(step: Step, rank: int = 0) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from quern.parallel.planning.bubble import Action, order
 from quern.parallel.planning.held import Held, held
+from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import buffer_elements, elements_held
 from quern.parallel.planning.weights import alike, block_weights
@@ -125,7 +126,12 @@ def _activations(step: Step, state: State, kernels: Kernels, rank: int) -> int:
     sizes = {stage: _micro_batch(step, state, kernels, layers[stage]) for stage in mine}
     if layout.activation_checkpointing != "none" or step.compute_bytes >= 4:  # the first block keeps what came
         sizes = {stage: size - block_input(step) * (stage > 0) for stage, size in sizes.items()}
-    split = {stage: sum(_between(step, layer, kernels) for layer in layers[stage]) for stage in mine}
+    splits = SCHEDULES[layout.scheduling].splits_backward
+    split = {
+        stage: splits
+        and sum(count * _between(step, layer, kernels) for layer, count in alike(step.shape, layers[stage]))
+        for stage in mine
+    }
     return most_in_flight(actions, sizes, split, block_input(step), len(layers) - 1)
 
 

@@ -145,11 +145,15 @@ class Corpus:
         self.fingerprint = digest(told + [own.identity for own in self.chosen if own is not None])
 
     @property
-    def told_wheres(self) -> dict[str, dict[str, str]]:
-        """What the ledger's line of a start tells of conditions: ``wheres``, of each source's identity its own; nothing
-        where none has one."""
-        found = {ident: where for ident, where in zip(self.ids, self.wheres, strict=True) if where is not None}
-        return {"wheres": found} if found else {}
+    def facts(self) -> dict[str, Any]:
+        """What the ledger's line of a start tells of the data: of each source's identity its version and its path, and
+        in ``wheres`` its condition, which is left out where no source has one."""
+        wheres = {ident: where for ident, where in zip(self.ids, self.wheres, strict=True) if where is not None}
+        return {
+            "versions": dict(zip(self.ids, self.versions, strict=True)), "fingerprint": self.fingerprint,
+            "paths": {ident: reader.path for ident, reader in zip(self.ids, self.readers, strict=True)},
+            **({"wheres": wheres} if wheres else {}),
+        }  # fmt: skip
 
     def _check_apart(self, streams: Sequence[str]) -> None:
         """No two sources share a document."""

@@ -137,17 +137,17 @@ def budget(config: TrainConfig, corpus: Corpus, what: str) -> int:
     return plan_mixture(free, corpus).samples
 
 
-def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: int) -> Mixture:
-    """Extend the order of a run that has read the data steps before ``data_step`` by ``previous``.
+def carry_on(config: TrainConfig, corpus: Corpus, previous: Order | None, data_step: int) -> Mixture:
+    """Extend the order of a run that has read the data steps before ``data_step`` by ``previous``; None: of a new one.
 
     Raises:
         InputError: seed or seq_len differ; the config says otherwise of a past phase; a source has gone, or has another
             version than before and ``accept_version`` does not name it.
     """
-    for name, then, now in (("seed", previous.seed, config.seed), ("seq_len", previous.seq_len, config.seq_len)):
-        if then != now:
+    for name in ("seed", "seq_len") if previous is not None else ():
+        if (then := getattr(previous, name)) != (now := getattr(config, name)):
             raise InputError(f"{name}: the run in {config.run_dir} began with {then}, got {now}; give another run_dir")
-    if data_step == 0:  # nothing has been read: there is no past to keep
+    if previous is None or data_step == 0:  # nothing has been read: there is no past to keep
         return Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
     place = _places(config, corpus, previous)
     _check_past(config, previous, place, data_step)

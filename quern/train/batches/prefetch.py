@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ class _Shared(Generic[T]):
         self.closed = False
         self.ended = False
         self.error: BaseException | None = None
-        self.spent_s = 0.0
 
 
 def _work(shared: _Shared[T], make: Callable[[int], T], first: int, stop: int | None) -> None:
@@ -38,9 +36,7 @@ def _work(shared: _Shared[T], make: Callable[[int], T], first: int, stop: int | 
                 shared.changed.wait_for(lambda: shared.closed or len(shared.ready) < shared.depth)
                 if shared.closed:
                     return
-            began = time.perf_counter()
             value = make(number)
-            shared.spent_s += time.perf_counter() - began
             with shared.changed:
                 shared.ready.append(value)
                 shared.changed.notify_all()
@@ -73,8 +69,6 @@ class Prefetch(Closes, Generic[T]):
     def __init__(self, make: Callable[[int], T], first: int, stop: int | None, depth: int) -> None:
         if depth < 1:
             raise ValueError(f"depth: expected an integer ≥ 1, got {depth}")
-        self.waited_s = 0.0
-        """Time the consumer has waited."""
         self._shared: _Shared[T] = _Shared(depth)
         self._thread = threading.Thread(
             target=_work, args=(self._shared, make, first, stop), name="quern-prefetch", daemon=True
@@ -82,19 +76,13 @@ class Prefetch(Closes, Generic[T]):
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._shared, self._thread)
 
-    @property
-    def spent_s(self) -> float:
-        """Time the thread has spent making values."""
-        return self._shared.spent_s
-
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        shared, began = self._shared, time.perf_counter()
+        shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.ready or shared.ended)
-            self.waited_s += time.perf_counter() - began
             if shared.ready:
                 value = shared.ready.popleft()
                 shared.changed.notify_all()

@@ -7,7 +7,6 @@ memory and compiled code begin empty, and what ends a rank, be it the driver, en
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -136,5 +135,4 @@ def _result(folder: str, place: Mapping[str, str], code: int | None) -> dict[str
         return {"error": "was ended after another rank had failed", "kind": "failed", "time": time.time() + 1e9}
     with open(_log(folder, place), errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return {"error": ": ".join([how, *lines[-1:]]), "kind": "failed", "time": time.time()}
+    return {"error": ": ".join([launch.how_ended(code), *lines[-1:]]), "kind": "failed", "time": time.time()}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from quern.model.init import STD
 from quern.model.transformer import Transformer
+from quern.parallel.clip import local_part
 from quern.parallel.planning.mesh import plan_mesh
 from quern.train.bench.figures import figures
 from quern.train.bench.machine import describe_machine
@@ -86,7 +86,7 @@ def draw_on_device(model: Transformer, seed: int) -> None:
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         if parameter.ndim > 1:
             local.normal_(0, STD, generator=generator)
         else:

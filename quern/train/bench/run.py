@@ -154,14 +154,11 @@ def _attempt(
         return {**said, "ok": False, "error": refused, "error_kind": "refused"}
     results = crew.run(folder, port)
     failed = [(result["time"], rank) for rank, result in enumerate(results) if "error" in result]
-    if not failed:
-        if crew.together.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        return {**said, "ok": True, "error": None, "error_kind": None, **results[0]}
     if crew.together.rank == 0:
-        shutil.rmtree(os.path.join(folder, "run"), ignore_errors=True)
-        if options.scratch is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        keeps_logs = failed and options.scratch is not None
+        shutil.rmtree(os.path.join(folder, "run") if keeps_logs else folder, ignore_errors=True)
+    if not failed:
+        return {**said, "ok": True, "error": None, "error_kind": None, **results[0]}
     worst = results[min(failed)[1]]
     where = f"rank {min(failed)[1]}: " if crew.world > 1 and worst["kind"] != "refused" else ""
     return {**said, "ok": False, "error": where + worst["error"], "error_kind": worst["kind"]}
@@ -176,16 +173,13 @@ def _known(config: TrainConfig) -> dict[str, Any]:
         "precision": precision,
         "moments": config.optimizer.moments,
         "gradients": config.optimizer.gradients,
-        "weights_cast": config.weights_cast,
         "checkpointing": config.activation_checkpointing,
         "checkpointing_layers": config.activation_checkpointing_layers,
         "memory_budget": config.activation_memory_budget,
         "compile": config.compile.enabled,
-        "flash_attention": config.flash_attention,
-        "document_mask": config.document_mask,
-        "seq_len": config.seq_len,
-        "micro_batch": config.micro_batch,
-        "global_batch": config.global_batch,
+        **config.model_dump(
+            include={"weights_cast", "flash_attention", "document_mask", "seq_len", "micro_batch", "global_batch"}
+        ),
     }
 
 

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quern.words import aligned
+
 __all__ = ["table"]
 
 COLUMNS = (
@@ -22,8 +24,7 @@ def table(document: Mapping[str, Any]) -> str:
     cells = [COLUMNS, *(_cells(row, document["world"]) for row in rows if row["ok"])]
     lines = [_machine(document), _what(document), ""]
     if len(cells) > 1:
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += [_line(row, widths) for row in cells]
+        lines += aligned(cells, _LEFT)
     for row in rows:
         if not row["ok"]:
             lines.append(f"failed: {_name(row)}: {row['error']}")
@@ -45,14 +46,6 @@ def _cells(row: Mapping[str, Any], world: int) -> tuple[str, ...]:
 def _name(row: Mapping[str, Any], *keys: str) -> str:
     keys = keys or ("model", "layout_asked", "precision", "checkpointing", "variant")
     return " ".join(str(row[key]) for key in keys if row[key])
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
-        cell.ljust(width) if place < _LEFT else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
 
 
 def _machine(document: Mapping[str, Any]) -> str:

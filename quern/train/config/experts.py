@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from quern.config import Section
 from quern.model.moe.config import MoEShape
 from quern.parallel.planning.balancing import Balancing, Over
-from quern.train.config.numbers import Count
+from quern.train.config.numbers import Count, Weight
 
 __all__ = ["ExpertsConfig", "OwnUpdateConfig"]
-
-Weight = Annotated[float, Field(ge=0)]
 
 
 class OwnUpdateConfig(Section):

@@ -52,8 +52,7 @@ class Result:
 class _Crew(Closes):
     """Ranks that are kept from case to case, and started anew where one has failed."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._kind: tuple[int, str | None] | None = None
         self._ranks: LocalRanks | None = None
 
@@ -62,7 +61,7 @@ class _Crew(Closes):
         if self._ranks is None or self._kind != (world, backend):
             self.close()
             self._kind = world, backend
-            self._ranks = LocalRanks(world, backend=backend, timeout_s=self._timeout_s)
+            self._ranks = LocalRanks(world, backend=backend, timeout_s=TIMEOUT_S)
         try:
             return self._ranks.call(function, *args)
         except RankError:
@@ -79,7 +78,6 @@ def check_cases(
     cases: Sequence[Case],
     *,
     device: str = "cpu",
-    timeout_s: float = TIMEOUT_S,
     on_start: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[Result]:
     """A result for each case, those of few ranks first. ``device``: ``cpu`` or ``cuda``."""
@@ -88,7 +86,7 @@ def check_cases(
     references: dict[Computation, Outcome | str] = {}
     with ExitStack() as opened:
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="quern-selftest-"))
-        single, several = (opened.enter_context(_Crew(timeout_s)) for _ in range(2))
+        single, several = (opened.enter_context(_Crew()) for _ in range(2))
         data, run_dir = str(Path(folder, "data")), str(Path(folder, "run"))
         write_corpus(data)
 

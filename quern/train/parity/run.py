@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import quern
+from quern.parallel.clip import local_part
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of
@@ -146,7 +146,7 @@ def _train(config: TrainConfig, layout: Layout, skip: int | None) -> Outcome:
         if step == skip and layout.coordinates(trainer.ranks.rank)[2:] == (0, 0) and POISONED in named:
             grad = named[POISONED].grad  # the first element of the whole tensor, on every rank that holds it
             assert grad is not None
-            (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = torch.nan
+            local_part(grad)[0, 0] = torch.nan
 
     with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
         trainer.on_gradients = look
@@ -181,8 +181,7 @@ def _train(config: TrainConfig, layout: Layout, skip: int | None) -> Outcome:
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     """This rank's piece; pieces are put together by :mod:`.compare`, not by what a tensor says of itself."""
     assert tensor is not None
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    return local_part(tensor.detach()).cpu().clone()
 
 
 def _digest(outcome: Outcome) -> str:

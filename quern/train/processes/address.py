@@ -9,10 +9,10 @@ from collections.abc import Iterable
 __all__ = ["is_loopback", "own_address", "reached_by"]
 
 
-def own_address(towards: str, port: int = 1) -> str:
+def own_address(towards: str) -> str:
     """The address of this machine on its way to another; no packet is sent. 127.0.0.1 where there is no way."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])

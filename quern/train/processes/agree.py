@@ -28,13 +28,11 @@ def describe(error: BaseException) -> str:
 
 
 class Agreement:
-    """Runs an action on one or all ranks of a process group and shares the outcome.
+    """Runs an action on one or all ranks of the default process group, or in a world of one without any, and shares the
+    outcome. Every method is collective."""
 
-    ``group`` None is the default group, or no group at all in a world of one. Every method is collective.
-    """
-
-    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.world, self.group = rank, world, group
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
         if world > 1 and not dist.is_initialized():
             raise ValueError(f"a world of {world} ranks needs an initialised process group")
 
@@ -43,7 +41,7 @@ class Agreement:
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.group)
+        dist.all_gather_object(found, value)
         return found
 
     def gather_on_rank0(self, value: T) -> list[T]:
@@ -51,7 +49,7 @@ class Agreement:
         if self.world == 1:
             return [value]
         found: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(value, found, dst=self._first, group=self.group)
+        dist.gather_object(value, found)
         return found or []
 
     def scatter(self, action: Callable[[], list[T]]) -> T:
@@ -66,7 +64,7 @@ class Agreement:
             box: list[Any] = shares
         else:
             box = [None]
-            dist.scatter_object_list(box, shares, src=self._first, group=self.group)
+            dist.scatter_object_list(box, shares)
         value, failure = box[0]
         if failure is not None:
             self._fail(0, failure, error)
@@ -107,15 +105,11 @@ class Agreement:
         value, error = _attempt(action) if self.rank == 0 else (None, None)
         box: list[Any] = [(value, _portable(error))]
         if self.world > 1:
-            dist.broadcast_object_list(box, src=self._first, group=self.group)
+            dist.broadcast_object_list(box)
         value, failure = box[0]
         if failure is not None:
             self._fail(0, failure, error)
         return value
-
-    @property
-    def _first(self) -> int:
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     def _fail(self, rank: int, failure: tuple[type[QuernError], str], own: Exception | None) -> None:
         kind, text = failure

@@ -204,6 +204,11 @@ def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -
     return failed or min((worker.returncode for worker in workers if worker.returncode), default=0)
 
 
+def how_ended(code: int) -> str:
+    """``ended with code 1``, or by which signal."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
 def end(workers: Sequence[Worker], number: int, within_s: float) -> None:
     """Send a signal to all that still run, and wait until they have ended, so long at most."""
     send(workers, number)

@@ -6,26 +6,17 @@ An interval is ``(start, stop)`` in nanoseconds, ``stop`` not in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Interval", "Timed", "assign", "clipped", "covered", "nest"]
+from quern.train.step.trace import Event
+
+__all__ = ["Interval", "assign", "clipped", "covered", "nest"]
 
 Interval = tuple[int, int]
 
 
-class Timed(Protocol):
-    """Anything that has a start and a duration."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-
-def nest(events: Sequence[Timed]) -> tuple[list[int | None], list[tuple[int, int, int]]]:
+def nest(events: Sequence[Event]) -> tuple[list[int | None], list[tuple[int, int, int]]]:
     """Nest the events of one thread. ``events`` in order of start, longer ones first.
 
     Returns, for each event, the number of the one it began in, and ``(start, stop, number)`` of the pieces in which an

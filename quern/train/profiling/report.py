@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quern.words import aligned, counted
+
 __all__ = ["report"]
 
 _NAMES = {
@@ -32,12 +34,12 @@ def report(result: Mapping[str, Any]) -> str:
 
 def _head(result: Mapping[str, Any]) -> str:
     first = result["ranks"][0]
-    lines = [f"{_many(len(first['steps_s']), 'step')} traced: {', '.join(map(_seconds, first['steps_s']))}"]
+    lines = [f"{counted(len(first['steps_s']), 'step')} traced: {', '.join(map(_seconds, first['steps_s']))}"]
     if "world" in result:
         where = [
             result["machine"],
-            _many(result["world"], "rank"),
-            _many(result["threads"], "thread"),
+            counted(result["world"], "rank"),
+            counted(result["threads"], "thread"),
             result["precision"],
         ]
         lines.insert(0, ", ".join(where))
@@ -50,10 +52,6 @@ def _head(result: Mapping[str, Any]) -> str:
         span = f"{_seconds(min(own))} to {_seconds(max(own))}"
         lines.append(f"a rank's own work: {span} a step; slowest is rank {result['slowest']}")
     return "\n".join(lines)
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _untraced(result: Mapping[str, Any]) -> str:
@@ -73,7 +71,7 @@ def _classes(ranks: Sequence[Mapping[str, Any]]) -> str:
     rows.append(["sum", *(text for each in whole for text in _timed(each))])
     hidden = [rank["communication"]["total"] for rank in ranks]
     rows.append(["communication, hidden or not", *(text for each in hidden for text in _timed(each))])
-    return _table(rows)
+    return "\n".join(aligned(rows))
 
 
 def _collectives(ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -82,7 +80,7 @@ def _collectives(ranks: Sequence[Mapping[str, Any]]) -> str:
         for each in rank["communication"]["collectives"]:
             rows.append([each["kind"], str(rank["rank"]), f"{each['count']:.0f}", _seconds(each["total"]["s"]),
                          *_timed(each["exposed"])])  # fmt: skip
-    return _table(rows) if len(rows) > 1 else ""
+    return "\n".join(aligned(rows)) if len(rows) > 1 else ""
 
 
 def _products(rank: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -100,7 +98,7 @@ def _products(rank: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     if rest := rank["products"][_PRODUCTS:]:
         whole = {name: sum(each[name] for each in rest) for name in ("count", "s", "share")}
         rows.append([f"{len(rest)} more shapes", f"{whole['count']:.0f}", *_timed(whole), "", "", "", ""])
-    return f"{title}\n{_table(rows)}" if rank["products"] else ""
+    return "\n".join([title, *aligned(rows)]) if rank["products"] else ""
 
 
 def _operations(rank: Mapping[str, Any]) -> str:
@@ -108,7 +106,7 @@ def _operations(rank: Mapping[str, Any]) -> str:
     for each in rank["operations"][:_OPERATIONS]:
         name = each["name"] if len(each["name"]) <= 60 else each["name"][:57] + "…"
         rows.append([name, each["class"], f"{each['count']:.0f}", *_timed(each)])
-    return _table(rows)
+    return "\n".join(aligned(rows))
 
 
 def _losses(rank: Mapping[str, Any]) -> str:
@@ -135,15 +133,3 @@ def _tflops(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

@@ -39,7 +39,7 @@ from quern.train.step.figures import Figures, Pending
 from quern.train.step.routed import as_plain, counts_of
 from quern.train.step.sequences import Sequences, cut, highest, joined, medians, piece_tokens
 
-__all__ = ["FOLDER", "FORMAT", "Facts", "Forensics", "Seen"]
+__all__ = ["FOLDER", "FORMAT", "Facts", "Forensics"]
 
 FOLDER = "forensics"
 """Of a run's directory."""
@@ -80,32 +80,6 @@ class Facts:
     """With a loss scale gradients overflow now and then, by which it finds its size: no reason to look."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A step's figures on the host; the same on every rank."""
-
-    step: int
-    data_step: int
-    loss: float
-    grad_norm: float
-    loss_z: float
-    grad_norm_z: float
-    loss_spike: bool
-    grad_norm_spike: bool
-    non_finite: bool
-    skipped: bool
-    requested: bool
-    """A rank has been asked for it by a signal."""
-    loads: Tensor | None
-    """What :meth:`quern.parallel.experts.loads.ExpertLoads.sent` gave."""
-
-    @classmethod
-    def of(cls, step: Pending, found: Figures) -> Seen:
-        """A step that was pending, by what was found of it."""
-        losses = found.loss, found.norm, found.loss_z, found.norm_z
-        return cls(step.step, step.data_step, *losses, **found.flags, requested=bool(found.asked), loads=step.loads)
-
-
 @dataclass
 class _Kept:
     """A step, on the device. M micro-batches, B sequences of each, P pieces of a sequence."""
@@ -120,7 +94,8 @@ class _Kept:
     """Of each micro-batch; empty without experts."""
     batch: StepInputs | None
     """None once the step is settled."""
-    seen: Seen | None = None
+    seen: tuple[Pending, Figures] | None = None
+    """Once its figures are on the host; the same on every rank."""
 
 
 class Forensics:
@@ -186,24 +161,24 @@ class Forensics:
         requested, self._requested = self._requested, False
         return requested
 
-    def settle(self, seen: Seen) -> None:
+    def settle(self, step: Pending, found: Figures) -> None:
         """Process the step's figures once they are on the host. Collective where the step is written down."""
-        kept = next((kept for kept in self._kept if kept.data_step == seen.data_step), None)
+        kept = next((kept for kept in self._kept if kept.data_step == step.data_step), None)
         if kept is None:
             return
-        kept.seen, batch, kept.batch = seen, kept.batch, None
-        reasons = self._reasons(seen)
+        kept.seen, batch, kept.batch = (step, found), kept.batch, None
+        reasons = self._reasons(step.step, found)
         if not reasons:
             return
-        streak = self._wrong is not None and seen.step == self._wrong + 1
+        streak = self._wrong is not None and step.step == self._wrong + 1
         asked = {"requested", "configured"} & {*reasons}
-        self._wrong = seen.step if {*reasons} - asked else self._wrong
+        self._wrong = step.step if {*reasons} - asked else self._wrong
         if (streak and not asked) or self._is_full():  # of a streak, the first step says where it came from
             return
         self._num_files += 1
         first = self._search(batch) if "non_finite" in reasons and batch is not None else None
         steps = [kept for kept in self._kept if kept.seen is not None][-self._config.window :]
-        shares = self._together.gather_on_rank0([self._share(kept, kept.seen is seen) for kept in steps])
+        shares = self._together.gather_on_rank0([self._share(kept, kept is steps[-1]) for kept in steps])
         content: dict[str, Any] = {"steps": []}
         if self._together.rank == 0:
             told = [(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen]
@@ -211,16 +186,16 @@ class Forensics:
         if self._facts.expert_layers:
             self._add_experts(steps, content["steps"])
         if self._together.rank == 0:
-            self._write(content, seen)
+            self._write(content, step.step, found)
 
-    def _reasons(self, seen: Seen) -> list[str]:
-        routine = self._facts.loss_scaled and np.isfinite(seen.loss)
+    def _reasons(self, step: int, found: Figures) -> list[str]:
+        routine = self._facts.loss_scaled and np.isfinite(found.loss)
         given = {
-            "loss_spike": seen.loss_spike,
-            "grad_norm_spike": seen.grad_norm_spike,
-            "non_finite": seen.non_finite and not routine,
-            "requested": seen.requested,
-            "configured": seen.step in self._config.steps,
+            "loss_spike": found.loss_spike,
+            "grad_norm_spike": found.norm_spike,
+            "non_finite": found.non_finite and not routine,
+            "requested": found.asked,
+            "configured": step in self._config.steps,
         }
         return [reason for reason, holds in given.items() if holds]
 
@@ -262,16 +237,20 @@ class Forensics:
         ])  # fmt: skip
         for step, kept, bound, places, *own in zip(plain, steps, most, asked, *shares, strict=False):
             assert kept.seen is not None
-            assert kept.seen.loads is not None
-            total_NE = kept.seen.loads[:, : kept.routed[0].counts_NSE.shape[-1]]
+            assert kept.seen[0].loads is not None
+            total_NE = kept.seen[0].loads[:, : kept.routed[0].counts_NSE.shape[-1]]
             step["experts"] = as_plain(own, places, total_NE, self._facts.expert_layers, bound)
 
     # ---- what rank 0 writes
 
     def _content(
-        self, steps: Sequence[tuple[Seen, Sequence[Any]]], reasons: Sequence[str], first: dict[str, Any] | None
+        self,
+        steps: Sequence[tuple[tuple[Pending, Figures], Sequence[Any]]],
+        reasons: Sequence[str],
+        first: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        last, facts = steps[-1][0], self._facts
+        (last, figures), _ = steps[-1]
+        facts = self._facts
         squares = [_added([share[0] for share in shares]) for _, shares in steps]
         sequences = [joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
         usual, norms = medians(sequences), _norms(squares[-1], str)
@@ -279,29 +258,30 @@ class Forensics:
             "format": FORMAT, "kind": "forensics", "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "step": last.step, "data_step": last.data_step, "attempt": facts.attempt, "order": facts.order,
             "sources": list(facts.sources), "reasons": list(reasons),
-            "decision": "skipped" if last.skipped else "continued", "policy": dict(facts.policy),
+            "decision": "skipped" if figures.skipped else "continued", "policy": dict(facts.policy),
             "layout": dict(facts.layout), "window": self._config.window,
             "first_non_finite": first,
             "steps": [
-                self._step(seen, _norms(own, _layer), found, usual, STANDING_OUT if seen is last else None)
+                self._step(*seen, _norms(own, _layer), found, usual, STANDING_OUT if seen[0] is last else None)
                 for (seen, _), own, found in zip(steps, squares, sequences, strict=True)
             ],
             "parameters": _plain(norms), "not_finite": _kinds(norms),
         }  # fmt: skip
 
-    def _write(self, content: Mapping[str, Any], last: Seen) -> None:
-        path = self._path(last.step)
+    def _write(self, content: Mapping[str, Any], step: int, found: Figures) -> None:
+        path = self._path(step)
         try:
             storage.publish_bytes(path, (json.dumps(content, allow_nan=False) + "\n").encode())
         except OSError as error:
             log.warning("%s: cannot be written (%s); training goes on", path, error.strerror or error)
         else:
-            done = "its update was skipped" if last.skipped else "its update was applied and training goes on"
-            log.info("step %d (%s): %s; what it read is in %s", last.step, ", ".join(content["reasons"]), done, path)
+            done = "its update was skipped" if found.skipped else "its update was applied and training goes on"
+            log.info("step %d (%s): %s; what it read is in %s", step, ", ".join(content["reasons"]), done, path)
 
     def _step(
         self,
-        seen: Seen,
+        step: Pending,
+        figures: Figures,
         layers: dict[str, float],
         found: Sequences,
         usual: Mapping[int, float],
@@ -316,15 +296,11 @@ class Forensics:
             for s in highest(excess_S[known], found.targets_S[known], STANDING_OUT_BEFORE if most is None else most)
         ]
         return {
-            **{
-                name: _plain(getattr(seen, name))
-                for name in (
-                    "step", "data_step", "loss", "grad_norm", "loss_z", "grad_norm_z", "loss_spike", "grad_norm_spike",
-                    "non_finite", "skipped",
-                )
-            },
+            "step": step.step, "data_step": step.data_step, "loss": _plain(figures.loss),
+            "grad_norm": _plain(figures.norm), "loss_z": _plain(figures.loss_z), "grad_norm_z": _plain(figures.norm_z),
+            **figures.flags,
             "layers": _plain(layers),
-            "not_finite": _kinds({"loss": seen.loss, "grad_norm": seen.grad_norm, **layers}),
+            "not_finite": _kinds({"loss": figures.loss, "grad_norm": figures.norm, **layers}),
             "sequences": {
                 **{name: column.tolist() for name, column in found.columns.items()},
                 "loss": [_plain(mean) for mean in means.tolist()],

@@ -45,8 +45,8 @@ class LinkProbe:
     Attributes: ``asked``, on all ranks, whether they are to measure.
     """
 
-    def __init__(self, hosts: Sequence[str], ledger: Ledger | None, ranks: Ranks, window: int = WINDOW) -> None:
-        self._ranks, self._ledger, self._window = ranks, ledger, window
+    def __init__(self, hosts: Sequence[str], ledger: Ledger | None, ranks: Ranks) -> None:
+        self._ranks, self._ledger = ranks, ledger
         by_host: dict[str, int] = defaultdict(int)
         self._places = dict[int, tuple[str, int]]()
         for rank, host in enumerate(hosts):
@@ -66,7 +66,7 @@ class LinkProbe:
         if not self._rounds or np.isnan(wait_s).all() or not np.nanmax(work_s, initial=0.0) > 0:
             return
         self._shares.append(float(np.nanmin(wait_s) / np.nanmedian(work_s)))
-        if len(self._shares) < self._window:
+        if len(self._shares) < WINDOW:
             return
         now, self._shares = median(self._shares), []
         usual = median(self._before) if self._before else now

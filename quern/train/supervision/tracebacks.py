@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TextIO
 
 from quern.errors import HUNG, STOPPED, named_line
 from quern.filesystem import open_own
@@ -38,14 +39,23 @@ def stacks_of(run_dir: str, rank: int) -> str:
     return os.path.join(tracebacks_folder(run_dir), f"rank_{rank}.stacks.txt")
 
 
+def opened(file: str) -> TextIO:
+    """One of these files, to be written anew; its folder is made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    return open(file, "w", encoding="utf-8", errors="backslashreplace", opener=open_own)
+
+
 @contextmanager
 def writing_stacks(run_dir: str, rank: int) -> Iterator[None]:
     """Have a crash in the block (a fault of memory, SIGABRT) write the stacks of all threads before the process dies.
     The launcher asks a rank that hangs for them so."""
     file = stacks_of(run_dir, rank)
     try:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        stream = open(file, "w", encoding="utf-8", opener=open_own)  # noqa: SIM115 (closed below)
+        stream = opened(file)
     except OSError:
         yield
         return
@@ -70,9 +80,8 @@ def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
     file = file_of(run_dir, rank)
     lines = traceback.format_exception(error)
     try:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
         told = re.sub(r"\[/\S+:\d+\] ", "", named_line(error))  # gloo names the place in its source
-        with open(file, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as stream:
+        with opened(file) as stream:
             stream.write(f"{time.time():.6f} {told}\n{''.join(lines)}")
     except OSError:
         return None

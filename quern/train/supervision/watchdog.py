@@ -23,7 +23,6 @@ from typing import Any
 import torch.distributed as dist
 
 from quern.errors import HUNG
-from quern.filesystem import open_own
 from quern.train.config import TrainConfig
 from quern.train.debug import recorder
 from quern.train.processes import launch
@@ -196,8 +195,7 @@ class Watchdog:
     def _leave(self, what: str, guilty: int, then: Any = None) -> None:
         file = tracebacks.file_of(self._run_dir, guilty)
         try:
-            os.makedirs(os.path.dirname(file), exist_ok=True)
-            with open(file, "w", encoding="utf-8", opener=open_own) as stream:
+            with tracebacks.opened(file) as stream:
                 stream.write(f"{time.time():.6f} {what}\n")
         except OSError:
             file = ""
@@ -214,8 +212,7 @@ class Watchdog:
         head = f"rank {self._ranks.rank}: in {place.phase} of step {place.step}"
         file = tracebacks.stacks_of(self._run_dir, self._ranks.rank)
         try:
-            os.makedirs(os.path.dirname(file), exist_ok=True)
-            with open(file, "w", encoding="utf-8", opener=open_own) as stream:
+            with tracebacks.opened(file) as stream:
                 print(head, file=stream, flush=True)
                 faulthandler.dump_traceback(stream)
         except OSError:

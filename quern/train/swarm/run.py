@@ -136,8 +136,5 @@ def _why(swarm: Swarm, member: Member, code: int, begun: int) -> str | None:
     with open(_log(swarm, member), "rb") as file:
         file.seek(begun)
         lines = [line.decode(errors="replace").rstrip() for line in file if line.strip()][-_LAST:]
-    if code == 0:
-        how = f"has no held-out loss after step {member.config.steps:,}"
-    else:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    how = launch.how_ended(code) if code else f"has no held-out loss after step {member.config.steps:,}"
     return "\n  ".join([f"run {member.name} {how} ({_log(swarm, member)})", *lines])

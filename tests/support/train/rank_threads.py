@@ -47,7 +47,7 @@ class ThreadAgreement(Agreement):
     """One rank's, over a :class:`Meeting`. ``inline``: :meth:`all_or_raise_with_keepalive` starts no thread."""
 
     def __init__(self, rank: int, meeting: Meeting, *, inline: bool = False) -> None:
-        self.rank, self.world, self.group = rank, meeting.world, None
+        self.rank, self.world = rank, meeting.world
         self._meeting, self._inline = meeting, inline
 
     def gather(self, value: Any) -> list[Any]:

@@ -55,7 +55,7 @@ def opened(folder: str, changes: dict[str, Any], world: int = 1, rank: int = 0) 
     patch.setattr(quern.model.rope, "_get_current_dispatch_mode", lambda: None)
     patch.setattr(quern.model.rope, "_TABLES", {})
     # figures of a device without values are all 1, flags too: else every step would be a spike, and written down
-    patch.setattr(Forensics, "_reasons", lambda self, seen: [])
+    patch.setattr(Forensics, "_reasons", lambda self, step, found: [])
     patch.setattr(Replicas, "_named", lambda self, found, places: [])
     if world > 1:
         device_watch.join(world, rank)

@@ -14,25 +14,36 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import RawIOBase
 from itertools import groupby, product
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from quern.errors import QuernError
-from quern.train.checkpoint.format.files import write_files
+from quern.train.checkpoint.format.files import StoredTensor, TensorFile, write_files
 from quern.train.checkpoint.format.folder import write_file
 from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord, sha256_of
-from quern.train.checkpoint.format.metadata import StoredSlice
-from quern.train.checkpoint.format.plan import Planner
 from quern.train.checkpoint.format.slices import boxes, cut, fill, load_record, locate
 from quern.train.checkpoint.format.unpadded import UnpaddedLoadPlanner
 from quern.train.processes.agree import Agreement, describe
 
-__all__ = ["BUFFER_BYTES", "load_tensors", "needed_files", "save_tensors"]
+__all__ = ["BUFFER_BYTES", "Piece", "Read", "load_tensors", "needed_files", "save_pieces"]
+
+Piece = tuple[str, ChunkStorageMetadata]
+"""The name of a tensor, and a box of its elements."""
+Read = Callable[[str, ChunkStorageMetadata], torch.Tensor]
+"""Gives the elements of a piece, in memory of their own, row-major."""
 
 #: What a load holds beside the tensors that it fills: this much of a file.
 BUFFER_BYTES = 8 << 20
@@ -40,27 +51,36 @@ BUFFER_BYTES = 8 << 20
 GAP_BYTES = 256 << 10
 
 
-def save_tensors(
-    folder: str, tensors: Mapping[str, torch.Tensor], fetch: Callable[[str], torch.Tensor]
+def save_pieces(
+    folder: str,
+    files: Sequence[Sequence[Piece]],
+    tensors: Mapping[str, TensorStorageMetadata],
+    read: Read,
 ) -> dict[str, FileRecord]:
-    """Write ``tensors`` below ``folder``, by one process; ``fetch`` gives the data of each when its turn comes.
+    """Write the pieces that ``files`` deals out below ``folder``, by one process; ``read`` gives the elements of each
+    when its turn comes. The pieces of a name make the whole tensor, whose size and type ``tensors`` has.
 
     Returns the files, synced, with their checksums, ``.metadata`` among them.
-
-    Raises:
-        QuernError: a file could not be written.
     """
-    planner = Planner(Agreement(0, 1))
-    plan = planner.plan(tensors, {}, fetch)
-    try:
-        written = write_files(folder, plan.files, lambda number: planner.fetch(number).cpu())
-        metadata = planner.metadata([planner.report(written)])
-        assert metadata is not None
-        write_file(os.path.join(folder, METADATA_FILE), metadata)
-    except (OSError, RuntimeError) as error:
-        raise QuernError(f"{folder}: not saved: {describe(error)}") from error
-    files = {name: file.record for name, file in written.items()}
-    return {**files, METADATA_FILE: FileRecord(sha256_of(metadata), len(metadata))}
+    pieces = [piece for file in files for piece in file]
+    dtypes = {name: tensor.properties.dtype for name, tensor in tensors.items()}
+    held = [tuple(StoredTensor(_name(dtypes[n]), (*box.sizes,), 0) for n, box in file) for file in files]
+    named = [TensorFile(f"__0_{number}.distcp", own) for number, own in enumerate(held)]
+    written = write_files(folder, named, lambda number: read(*pieces[number]))
+    spots = [(name, *place) for name, file in written.items() for place in file.places]
+    whole = {n: TensorStorageMetadata(TensorProperties(dtypes[n]), own.size, []) for n, own in tensors.items()}
+    for name, box in pieces:
+        whole[name].chunks.append(box)
+    indices = (MetadataIndex(name, box.offsets) for name, box in pieces)
+    places = {index: _StorageInfo(*spot) for index, spot in zip(indices, spots, strict=True)}
+    metadata = pickle.dumps(Metadata(dict(whole), storage_data=places))
+    write_file(os.path.join(folder, METADATA_FILE), metadata)
+    records = {name: file.record for name, file in written.items()}
+    return {**records, METADATA_FILE: FileRecord(sha256_of(metadata), len(metadata))}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def load_tensors(
@@ -131,8 +151,8 @@ class _Reader:
             except OSError as error:
                 raise QuernError(f"{file}: not loaded: cannot be read ({error.strerror or error})") from error
 
-    def _slot(self, item: ReadItem) -> StoredSlice:
-        places: Mapping[MetadataIndex, StoredSlice] = self._metadata.storage_data or {}
+    def _slot(self, item: ReadItem) -> _StorageInfo:
+        places: Mapping[MetadataIndex, _StorageInfo] = self._metadata.storage_data or {}
         return places[item.storage_index]
 
     def _part(self, file: str, stream: RawIOBase, item: ReadItem, target: torch.Tensor) -> None:

@@ -61,16 +61,6 @@ class TensorFile:
     name: str
     tensors: tuple[StoredTensor, ...]
 
-    def to_json(self) -> list[Any]:
-        """Plain JSON."""
-        return [self.name, [[tensor.dtype, list(tensor.sizes), tensor.offset] for tensor in self.tensors]]
-
-    @classmethod
-    def from_json(cls, data: Any) -> TensorFile:
-        """The inverse of :meth:`to_json`."""
-        name, tensors = data
-        return cls(name, tuple(StoredTensor(dtype, tuple(sizes), offset) for dtype, sizes, offset in tensors))
-
 
 @dataclass(frozen=True)
 class Written:
@@ -79,16 +69,6 @@ class Written:
     record: FileRecord
     places: tuple[tuple[int, int], ...]
     """(Offset, length) of every record, in bytes."""
-
-    def to_json(self) -> list[Any]:
-        """Plain JSON."""
-        return [self.record.sha256, self.record.size, [list(place) for place in self.places]]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Written:
-        """The inverse of :meth:`to_json`."""
-        sha256, size, places = data
-        return cls(FileRecord(sha256, size), tuple((offset, length) for offset, length in places))
 
 
 def deal_files(rank: int, tensors: Iterable[tuple[str, Sequence[int]]], limit: int = FILE_BYTES) -> list[TensorFile]:

@@ -58,6 +58,12 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step in a name that is a checkpoint's, of eight digits or more; None for any other."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def list_checkpoints(run_dir: str) -> list[Checkpoint]:
     """The published checkpoints of a run by ascending step; nothing of them is opened or verified."""
     try:
@@ -66,10 +72,9 @@ def list_checkpoints(run_dir: str) -> list[Checkpoint]:
         return []
     found = []
     for name in names:
-        match = _NAME.fullmatch(name)
-        path = os.path.join(checkpoints_folder(run_dir), name)
-        if match and checkpoint_name(int(match[1])) == name and os.path.isdir(path):
-            found.append(Checkpoint(int(match[1]), path))
+        step, path = step_of(name), os.path.join(checkpoints_folder(run_dir), name)
+        if step is not None and checkpoint_name(step) == name and os.path.isdir(path):
+            found.append(Checkpoint(step, path))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -77,9 +82,7 @@ def read_manifest(path: str) -> Manifest:
     """The manifest of the checkpoint at ``path``; a missing, damaged or foreign one is an :class:`InputError`."""
     file = os.path.join(path, MANIFEST_FILE)
     manifest = Manifest.from_dict(storage.read_json(file), name=file)
-    match = _NAME.fullmatch(os.path.basename(os.path.normpath(path)))
-    if match and int(match[1]) != manifest.step:
-        raise InputError(f"{file}: step: expected {int(match[1])}, as the folder's name says, got {manifest.step}")
+    manifest.check_step(step_of(os.path.basename(os.path.normpath(path))), file)
     return manifest
 
 
@@ -224,26 +227,22 @@ class Manifest:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with a checksum over itself: a digit that flips is found."""
         encoding = self.encoding
-        plain = {
+        plain = {name: value for name, value in vars(self).items() if not name.startswith("corpus_")} | {
             "schema": SCHEMA,
-            "run": self.run,
-            "step": self.step,
-            "data_step": self.data_step,
-            "tokens": self.tokens,
             "model": self.model.model_dump(mode="json"),
             "layout": dict(self.layout),
-            "precision": self.precision,
-            "order": self.order,
-            "ledger_offset": self.ledger_offset,
             "corpus": {"versions": dict(self.corpus_versions), "fingerprint": self.corpus_fingerprint},
             "encoding": None if encoding is None else dict(vars(encoding)),
-            "config_digest": self.config_digest,
-            "optimizer": self.optimizer,
             "scalars": {name: as_json(value) for name, value in self.scalars.items()},
             "written_by": dict(self.written_by),
             "files": {name: {"sha256": file.sha256, "size": file.size} for name, file in sorted(self.files.items())},
         }
         return plain | {"checksum": digest(plain)}
+
+    def check_step(self, named: int | None, name: str) -> None:
+        """Raise :class:`InputError` where the folder of this manifest, ``name``, names another step."""
+        if named is not None and named != self.step:
+            raise InputError(f"{name}: step: expected {named}, as the folder's name says, got {self.step}")
 
     def to_bytes(self) -> bytes:
         """The file's bytes."""

@@ -13,10 +13,10 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,7 +30,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord
 
-__all__ = ["StoredSlice", "read_metadata"]
+__all__ = ["read_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 #: Records of the format, by module and name.
@@ -59,16 +59,6 @@ _DTYPES = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StoredSlice:
-    """Where a chunk's bytes lie; DCP's reader asks for these four attributes."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...] = ()
 
 
 def read_metadata(path: str, files: Mapping[str, FileRecord]) -> Metadata:
@@ -147,12 +137,12 @@ def _natural(value: Any) -> int:
 
 
 def _rebuild(root: Any, files: Mapping[str, FileRecord], file: str) -> Metadata:
-    slices: dict[MetadataIndex, StoredSlice] = {}
+    slices: dict[MetadataIndex, _StorageInfo] = {}
     for index, info in root.field("Metadata", "storage_data").items():
         if info.state.get("transform_descriptors"):
             raise ValueError("transformed streams are not read")
         name = info.field("_StorageInfo", "relative_path")
-        place = StoredSlice(name, _natural(info.field("_StorageInfo", "offset")), _natural(info.state["length"]))
+        place = _StorageInfo(name, _natural(info.field("_StorageInfo", "offset")), _natural(info.state["length"]))
         if name not in files:
             raise InputError(f"{file}: refers to {name!r}, which the manifest does not list")
         if place.offset + place.length > files[name].size:
@@ -168,7 +158,7 @@ def _rebuild(root: Any, files: Mapping[str, FileRecord], file: str) -> Metadata:
 
 
 def _tensor(
-    name: str, record: _Record, slices: Mapping[MetadataIndex, StoredSlice], file: str
+    name: str, record: _Record, slices: Mapping[MetadataIndex, _StorageInfo], file: str
 ) -> TensorStorageMetadata:
     size = _size(record.field("TensorStorageMetadata", "size"))
     dtype = record.field("TensorStorageMetadata", "properties").state[0]

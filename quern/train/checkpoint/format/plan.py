@@ -7,7 +7,7 @@ and only when it has changed somewhere do the ranks plan anew, together.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,18 +56,13 @@ class Planner:
     _sent: Places | None = None
     """This rank's places as rank 0 knows them."""
 
-    def plan(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        rows: Mapping[str, int],
-        fetch: Callable[[str], torch.Tensor] | None = None,
-    ) -> Plan:
+    def plan(self, tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> Plan:
         """The plan for these tensors, from which :meth:`fetch` then takes the pieces.
 
         Raises:
             QuernError: on every rank, when the pieces of the ranks do not make whole tensors.
         """
-        planner = UnpaddedSavePlanner(rows, fetch)
+        planner = UnpaddedSavePlanner(rows)
         planner.set_up_planner(dict(tensors), is_coordinator=self.agreement.rank == 0)
         local = self.agreement.all_or_raise(planner.create_local_plan)
         self._planner = planner

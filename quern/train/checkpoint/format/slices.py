@@ -18,11 +18,12 @@ from itertools import product
 from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from quern.errors import InputError, QuernError, one_line
 from quern.train.checkpoint.format.manifest import METADATA_FILE, check_files, read_manifest
-from quern.train.checkpoint.format.metadata import StoredSlice, read_metadata
+from quern.train.checkpoint.format.metadata import read_metadata
 
 __all__ = ["StoredTensors", "boxes", "cut", "fill", "load_record", "locate"]
 
@@ -67,7 +68,7 @@ class StoredTensors:
             if isinstance(stored, TensorStorageMetadata)
         }
         """By stored name, in the order of names: size, type and chunks."""
-        self._slices: Mapping[MetadataIndex, StoredSlice] = metadata.storage_data or {}
+        self._slices: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._places: dict[MetadataIndex, int | None] = {}
         self._held: tuple[MetadataIndex, torch.Tensor] | None = None
 
@@ -143,7 +144,7 @@ class StoredTensors:
 class _View(io.RawIOBase):
     """The bytes of one stored chunk inside a file, as a file of its own."""
 
-    def __init__(self, stream: io.RawIOBase, slot: StoredSlice) -> None:
+    def __init__(self, stream: io.RawIOBase, slot: _StorageInfo) -> None:
         self._stream, self._slot, self._at = stream, slot, 0
 
     def readable(self) -> bool:
@@ -170,7 +171,7 @@ class _View(io.RawIOBase):
         return count
 
 
-def locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype: torch.dtype) -> int | None:
+def locate(stream: io.RawIOBase, slot: _StorageInfo, size: Sequence[int], dtype: torch.dtype) -> int | None:
     """At which byte of the file the elements of a stored tensor begin; None: they are not in row-major order.
 
     Raises:
@@ -195,7 +196,7 @@ def locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype: 
     return slot.offset + first
 
 
-def load_record(stream: io.RawIOBase, slot: StoredSlice, device: str) -> Any:
+def load_record(stream: io.RawIOBase, slot: _StorageInfo, device: str) -> Any:
     """What ``torch.save`` stored at ``slot``, whole; on ``meta`` without its elements. No foreign object is built."""
     return torch.load(cast(IO[bytes], _View(stream, slot)), map_location=device, weights_only=True)
 

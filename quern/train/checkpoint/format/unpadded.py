@@ -9,7 +9,7 @@ the padding. So a checkpoint loads under any ``vocab_multiple`` and any layout.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,15 +46,11 @@ def _clip(item: WriteItem, rows: int | None) -> WriteItem | None:
 
 
 class UnpaddedSavePlanner(DefaultSavePlanner):
-    """Plans the write of a flat mapping name → tensor. ``rows``: number of real rows, by name, of padded tensors.
+    """Plans the write of a flat mapping name → tensor. ``rows``: number of real rows, by name, of padded tensors."""
 
-    ``fetch`` gives a tensor's data when its turn to be written comes, for state that is only described (meta tensors).
-    """
-
-    def __init__(self, rows: Mapping[str, int], fetch: Callable[[str], torch.Tensor] | None = None) -> None:
+    def __init__(self, rows: Mapping[str, int]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._rows = rows
-        self._fetch = fetch
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -64,8 +60,6 @@ class UnpaddedSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         assert write_item.tensor_data is not None
-        if self._fetch is not None:
-            return self._fetch(write_item.index.fqn)
         data = super().resolve_data(write_item)
         if write_item.index.fqn in self._rows:
             assert isinstance(data, torch.Tensor)

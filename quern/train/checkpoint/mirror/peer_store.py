@@ -16,7 +16,6 @@ from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, ch
 from quern.train.checkpoint.mirror.peer_files import SHA256
 from quern.train.checkpoint.mirror.peers import Peer, PeerError
 from quern.train.checkpoint.store.errors import SourceError
-from quern.train.checkpoint.store.pieces import Rate
 from quern.train.checkpoint.store.rate import RateLimit
 
 __all__ = ["PeerStore", "is_peer"]
@@ -71,7 +70,7 @@ class PeerStore:
         name: str,
         path: str,
         record: FileRecord,
-        rate: Rate | None = None,
+        rate: RateLimit | None = None,
         progress: Callable[[int], object] = lambda n: None,
     ) -> None:
         """See :class:`~quern.train.checkpoint.tiers.target.Target`; what was interrupted is resumed. Raises InputError
@@ -90,7 +89,7 @@ class PeerStore:
 class _Metered(RateLimit):
     """Tells of each piece, and then asks ``rate`` for it."""
 
-    def __init__(self, rate: Rate | None, progress: Callable[[int], object]) -> None:
+    def __init__(self, rate: RateLimit | None, progress: Callable[[int], object]) -> None:
         super().__init__(None)
         self._rate, self._progress = rate, progress
 

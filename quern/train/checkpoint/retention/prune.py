@@ -6,12 +6,9 @@ import logging
 import uuid
 from dataclasses import dataclass
 
-from quern.errors import InputError, QuernError
-from quern.train.checkpoint.format.file_locations import beside
 from quern.train.checkpoint.format.folder import remove_folder
-from quern.train.checkpoint.format.manifest import Checkpoint, check_files, list_checkpoints, read_manifest
-from quern.train.checkpoint.retention.retention import kept
-from quern.train.history.branch import abandoned_in
+from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.checkpoint.retention.retention import damage, kept, look
 from quern.train.processes.agree import describe
 
 __all__ = ["Keep", "prune"]
@@ -47,10 +44,20 @@ def prune(keep: Keep) -> list[str]:
         newest_first = [checkpoint for checkpoint in newest_first if checkpoint.step <= saved]
     rows, whole = [], False
     for checkpoint in newest_first:
-        left = _left(keep.run_dir, checkpoint)
-        sound = not whole and not left and _is_whole(checkpoint, keep.published)  # older ones need no check
+        manifest, left, wrong = look(keep.run_dir, checkpoint)
+        for why in wrong:
+            log.warning("%s: cannot be judged, and is kept as one of the run's branch (%s)", checkpoint.path, why)
+        sound = (
+            not whole
+            and left is None
+            and manifest is not None
+            and (  # older ones need no check
+                checkpoint.path == keep.published  # its checksums were taken from the bytes as they were written
+                or not damage(checkpoint.path, manifest)
+            )
+        )
         whole = whole or sound
-        rows.append((checkpoint.step, left, sound))
+        rows.append((checkpoint.step, left is not None, sound))
     stay = kept(rows, keep.last, keep.every, keep.steps)
     removed = []
     for checkpoint in reversed(newest_first):
@@ -63,21 +70,3 @@ def prune(keep: Keep) -> list[str]:
         else:
             removed.append(checkpoint.name)
     return removed
-
-
-def _left(run_dir: str, checkpoint: Checkpoint) -> bool:
-    try:
-        return abandoned_in(run_dir, read_manifest(checkpoint.path)) is not None
-    except QuernError as error:
-        log.warning("%s: cannot be judged, and is kept as one of the run's branch (%s)", checkpoint.path, error)
-        return False
-
-
-def _is_whole(checkpoint: Checkpoint, published: str | None) -> bool:
-    if checkpoint.path == published:
-        return True  # its checksums were taken from the bytes as they were written
-    try:
-        manifest, mine = read_manifest(checkpoint.path), beside(checkpoint.path)
-        return not check_files(checkpoint.path, manifest, hashes=True, mine=mine)
-    except InputError:
-        return False

@@ -82,11 +82,11 @@ def survey(run_dir: str, keep_last: int, keep_every: int | None, health_window: 
     problems: dict[int, list[str]] = {}
     whole = None
     for checkpoint in reversed(found):
-        manifest, left[checkpoint.step], wrong = _look(run_dir, checkpoint)
+        manifest, left[checkpoint.step], wrong = look(run_dir, checkpoint)
         if manifest is not None and whole is None and left[checkpoint.step] is None:
-            damage = _damage(checkpoint.path, manifest)
-            whole = None if damage else checkpoint.step
-            wrong += damage
+            damaged = damage(checkpoint.path, manifest)
+            whole = None if damaged else checkpoint.step
+            wrong += damaged
         problems[checkpoint.step] = wrong
     steps = [checkpoint.step for checkpoint in found]
     ledger = os.path.join(run_dir, LEDGER_FILE)
@@ -118,7 +118,7 @@ def kept_in_store(found: Sequence[Candidate], stored: Iterable[int], keep_every:
     }
 
 
-def _look(run_dir: str, checkpoint: Checkpoint) -> tuple[Manifest | None, str | None, list[str]]:
+def look(run_dir: str, checkpoint: Checkpoint) -> tuple[Manifest | None, str | None, list[str]]:
     """Manifest, why the checkpoint is not of the run's branch, and what keeps either from being known."""
     manifest = None
     try:
@@ -128,7 +128,8 @@ def _look(run_dir: str, checkpoint: Checkpoint) -> tuple[Manifest | None, str | 
         return manifest, None, [str(error)]
 
 
-def _damage(folder: str, manifest: Manifest) -> list[str]:
+def damage(folder: str, manifest: Manifest) -> list[str]:
+    """What is wrong with the files of a checkpoint that stand beside its manifest, by their checksums."""
     try:
         problems = check_files(folder, manifest, hashes=True, mine=beside(folder))
     except InputError as error:

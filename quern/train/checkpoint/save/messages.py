@@ -1,36 +1,32 @@
-"""Messages between trainer and writer process: one JSON document per line.
+"""Messages between trainer and writer process: a pickle in base64 per line, since both are of one trainer.
 
-``{"lay_out": files}`` has no answer. ``{"write": folder}`` and ``{"publish": …}`` are answered by ``{"done": …}`` or
-``{"failed": text}``.
+``("lay_out", files)`` has no answer. ``("write", folder)`` and ``("publish", publication)`` are answered by
+``("done", what it gave)`` or ``("failed", text)``.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import pickle
 from typing import Any
 
-from quern.train.checkpoint.format.manifest import Manifest
-from quern.train.checkpoint.retention.prune import Keep
-from quern.train.checkpoint.save.work import Publication
-
-__all__ = ["publication_from_json", "publication_to_json"]
+__all__ = ["from_line", "to_line"]
 
 
-def publication_to_json(asked: Publication) -> dict[str, Any]:
-    """Plain JSON."""
-    plain = {**vars(asked), "manifest": asked.manifest.to_dict()}
-    plain["metadata"] = None if asked.metadata is None else base64.b64encode(asked.metadata).decode()
-    plain["keep"] = None if asked.keep is None else vars(asked.keep)
-    return plain
+def to_line(kind: str, content: Any) -> str:
+    """The line of a message, without its end."""
+    return base64.b64encode(pickle.dumps((kind, content))).decode()
 
 
-def publication_from_json(plain: Mapping[str, Any]) -> Publication:
-    """The inverse."""
-    keep, metadata = plain["keep"], plain["metadata"]
-    return Publication(**{
-        **plain,
-        "manifest": Manifest.from_dict(plain["manifest"], name=f"{plain['final']}: manifest"),
-        "metadata": None if metadata is None else base64.b64decode(metadata),
-        "keep": None if keep is None else Keep(**{**keep, "steps": tuple(keep["steps"])}),
-    })  # fmt: skip
+def from_line(line: str | bytes) -> tuple[str, Any]:
+    """The inverse.
+
+    Raises:
+        ValueError: the line is no message.
+    """
+    data = base64.b64decode(line.strip(), validate=True)
+    try:
+        kind, content = pickle.loads(data)
+    except Exception as error:
+        raise ValueError(f"not a message ({type(error).__name__})") from error
+    return kind, content

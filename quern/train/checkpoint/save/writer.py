@@ -7,15 +7,14 @@ What anything prints here goes to standard error; answers have a descriptor of t
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
 import threading
-from typing import Any
+from collections.abc import Sequence
 
 from quern.train.checkpoint.format.files import TensorFile
-from quern.train.checkpoint.save.messages import publication_from_json
+from quern.train.checkpoint.save.messages import from_line, to_line
 from quern.train.checkpoint.save.snapshot import Memory
 from quern.train.checkpoint.save.work import Work
 from quern.train.processes.agree import describe
@@ -31,28 +30,23 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     work, unfit = Work(Memory(descriptor)), None
     while True:
-        request = json.loads(requests.get())
-        if "lay_out" in request:
-            unfit = _attempt(work, request["lay_out"])
+        kind, content = from_line(requests.get())
+        if kind == "lay_out":
+            unfit = _attempt(work, content)
             continue
         try:
-            done: Any
             if unfit is not None:
                 raise unfit
-            if "write" in request:
-                done = {name: written.to_json() for name, written in work.write(request["write"]).items()}
-            else:
-                done = work.publish(publication_from_json(request["publish"]))
-            answer = {"done": done}
+            answer = to_line("done", work.write(content) if kind == "write" else work.publish(content))
         except Exception as error:
-            answer = {"failed": describe(error)}
-        _say(answers, json.dumps(answer).encode() + b"\n")
+            answer = to_line("failed", describe(error))
+        _say(answers, answer.encode() + b"\n")
 
 
-def _attempt(work: Work, files: Any) -> Exception | None:
+def _attempt(work: Work, files: Sequence[TensorFile]) -> Exception | None:
     """Lay out; what goes wrong is the answer to the requests that follow."""
     try:
-        work.lay_out([TensorFile.from_json(file) for file in files])
+        work.lay_out(files)
     except Exception as error:
         return error
     return None

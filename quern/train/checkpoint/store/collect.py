@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +21,14 @@ from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.file_locations import Place, in_order, read_places
 from quern.train.checkpoint.format.folder import check_free, new_folder, write_file
-from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, checkpoint_name
+from quern.train.checkpoint.format.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    check_file,
+    checkpoint_name,
+    step_of,
+)
 from quern.train.checkpoint.store.sources import Source, find_source
 
 __all__ = ["Collected", "NotWholeError", "Origin", "check_target", "collect"]
@@ -30,7 +36,6 @@ __all__ = ["Collected", "NotWholeError", "Origin", "check_target", "collect"]
 Tier = Literal["checkpoint", "node", "store"]
 
 _CHUNK = 1 << 20
-_FOLDER = re.compile(r"step_\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def check_target(out: str, step: int | None = None, source: str | None = None) -
     if source is not None and os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):
         raise InputError(f"{out}: lies in the checkpoint that is read; expected a path outside")
     name = os.path.basename(out)
-    if step is not None and _FOLDER.fullmatch(name) and name != checkpoint_name(step):
+    if step is not None and step_of(name) is not None and name != checkpoint_name(step):
         raise InputError(f"{out}: is the name of another step; expected {checkpoint_name(step)}, or another name")
 
 

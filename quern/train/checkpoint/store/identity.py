@@ -58,16 +58,17 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
     if run is None and steps:
         if not from_store or _begun(run_dir):
             raise InputError(
-                f"checkpoint.store: {_url(store)} holds checkpoints up to step {steps[-1]}, and {run_dir} has not "
-                f"written them; give another store, or an empty run_dir and resume.from_store=true to go on from them"
+                f"checkpoint.store: {store and store.url} holds checkpoints up to step {steps[-1]}, and {run_dir} has "
+                "not written them; give another store, or an empty run_dir and resume.from_store=true to go on from "
+                "them"
             )
         run = theirs or None
     if run is None:
         run = uuid.uuid4().hex
     if theirs is not None and theirs != run:
         raise InputError(
-            f"checkpoint.store: {_url(store)} holds checkpoints of another run ({theirs or 'without an id'}; this one "
-            f"is {run}); give each run a store of its own"
+            f"checkpoint.store: {store and store.url} holds checkpoints of another run ({theirs or 'without an id'}; "
+            f"this one is {run}); give each run a store of its own"
         )
     if store is not None and reached:
         _take(store, owner, run, run_dir)
@@ -94,10 +95,6 @@ def _take(store: Store, owner: Owner | None, run: str, run_dir: str) -> None:
         return
     if owner is not None:
         log.warning("%s: was the store of %s:%s; it is that of %s now", store.url, owner.host, owner.folder, run_dir)
-
-
-def _url(store: Store | None) -> str:
-    return "" if store is None else store.url
 
 
 def _read_id(run_dir: str) -> str | None:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from quern.remote.concurrency import PART_BYTES
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.manifest import FileRecord
 from quern.train.checkpoint.store.errors import SourceError
+from quern.train.checkpoint.store.rate import RateLimit
 
-__all__ = ["FilePieces", "Rate"]
+__all__ = ["FilePieces"]
 
 _MAX_PARTS = 10_000
-
-
-class Rate(Protocol):
-    """A limit on bytes per second."""
-
-    def take(self, n: int, /) -> object:
-        """Wait until ``n`` more bytes may go."""
 
 
 class FilePieces:
     """A local file in pieces of bounded size. After the last one the iteration fails if the bytes are not those of
     ``record``, so a consumer that commits after the end commits nothing wrong."""
 
-    def __init__(self, path: str, record: FileRecord, rate: Rate | None, progress: Callable[[int], object]) -> None:
+    def __init__(
+        self, path: str, record: FileRecord, rate: RateLimit | None, progress: Callable[[int], object]
+    ) -> None:
         self.path, self.record, self.rate, self.progress = path, record, rate, progress
 
     def __iter__(self) -> Iterator[bytes]:

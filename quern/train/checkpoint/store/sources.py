@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from quern.train.checkpoint.format.manifest import (
     checkpoints_folder,
     list_checkpoints,
     read_manifest,
+    step_of,
 )
 from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.store.stored import configured_store, is_url, open_source, open_store
@@ -31,8 +31,6 @@ from quern.train.history.branch import abandoned_in
 __all__ = ["CircuitBreakerStore", "Source", "find_source"]
 
 T = TypeVar("T")
-
-_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CircuitBreakerStore:
@@ -175,8 +173,8 @@ def find_source(source: str, step: int | None = None) -> Source:
 
 
 def _checkpoint(folder: str, step: int | None) -> Source:
-    match = _NAME.fullmatch(os.path.basename(os.path.abspath(folder)))
-    named = int(match[1]) if match else read_manifest(folder).step
+    found = step_of(os.path.basename(os.path.abspath(folder)))
+    named = read_manifest(folder).step if found is None else found
     if step is not None and step != named:
         raise InputError(f"{folder}: --step: is the checkpoint of step {named}, not of {step}")
     root = os.path.dirname(os.path.abspath(folder))

@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -26,16 +25,16 @@ from quern.remote.concurrency import PART_BYTES, in_order
 from quern.remote.connection import Connection
 from quern.remote.retry import Backoff, StoreError
 from quern.remote.upload import give_up_uploads, put_object, upload_parts
-from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest, checkpoint_name
+from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest, checkpoint_name, step_of
 from quern.train.checkpoint.store.errors import IncompleteError
-from quern.train.checkpoint.store.pieces import FilePieces, Rate
+from quern.train.checkpoint.store.pieces import FilePieces
+from quern.train.checkpoint.store.rate import RateLimit
 from quern.words import is_plain_name
 
 __all__ = ["Store", "prune_store"]
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step_(\d{8,})")
 _MAX_MANIFEST_BYTES = 256 << 20
 
 
@@ -75,8 +74,7 @@ class Store:
         names = (
             entry["name"].rstrip("/").rpartition("/")[2] for entry in self._link.entries(self._link.root, self.url)
         )
-        steps = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
-        return sorted(steps)
+        return sorted({step for step in map(step_of, names) if step is not None})
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of the checkpoint of ``step``.
@@ -135,7 +133,7 @@ class Store:
         name: str,
         path: str,
         record: FileRecord,
-        rate: Rate | None = None,
+        rate: RateLimit | None = None,
         progress: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Put the local file ``path`` under ``name``, replacing what is there; it appears whole or not at all.
@@ -164,7 +162,7 @@ class Store:
         proof = json.dumps({"sha256": record.sha256, "size": record.size}).encode()
         self.backoff.run(lambda: self._write(self.address(step, sidecar), [proof]))
 
-    def fetch(self, step: int, name: str, record: FileRecord, into: str, rate: Rate | None = None) -> str:
+    def fetch(self, step: int, name: str, record: FileRecord, into: str, rate: RateLimit | None = None) -> str:
         """Read the file into the local folder ``into``; returns its path there.
 
         It gets its name once it is whole, synced and has the SHA-256 of ``record``. A broken connection costs one
@@ -194,7 +192,7 @@ class Store:
         message = f"{url}: expected SHA-256 {record.sha256}, got {found}, twice; the stored file is damaged"
         raise StoreError(f"{message}: use an older checkpoint", transient=False)
 
-    def _download(self, step: int, name: str, record: FileRecord, to: str, rate: Rate | None) -> str:
+    def _download(self, step: int, name: str, record: FileRecord, to: str, rate: RateLimit | None) -> str:
         url, path, found = self.address(step, name), self._path(step, name), self._stat(step, name)
         if found is None:
             raise StoreError(f"{url}: no such file", transient=False)
@@ -339,8 +337,7 @@ def _parse_manifest(data: bytes, step: int, name: str) -> Manifest:
         manifest = Manifest.from_dict(json.loads(data), name=name)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not valid JSON ({error})") from None
-    if manifest.step != step:
-        raise InputError(f"{name}: step: expected {step}, as the folder's name says, got {manifest.step}")
+    manifest.check_step(step, name)
     return manifest
 
 

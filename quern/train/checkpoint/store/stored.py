@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,15 +15,13 @@ from quern import storage
 from quern.config import parse_yaml
 from quern.errors import InputError, one_line
 from quern.remote.retry import Backoff
-from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, checkpoint_name
+from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, checkpoint_name, step_of
 from quern.train.checkpoint.store.store import Store
 
 __all__ = ["check_owner", "configured_store", "is_url", "open_source", "open_store", "saved_config", "store_of"]
 
 #: How long one request is tried while somebody waits. A trainer, which has all night, waits longer.
 PATIENCE_S = 30.0
-
-_STEP = re.compile(r"(?P<store>.+)/(?P<name>step_(?P<step>\d{8,}))/?")
 
 
 def is_url(source: str) -> bool:
@@ -43,9 +40,10 @@ def open_store(url: str) -> Store:
 
 def open_source(url: str) -> tuple[Store, int | None]:
     """The store at ``url``, and the step if ``url`` is the address of one checkpoint in it."""
-    match = _STEP.fullmatch(url)
-    if match and match["name"] == checkpoint_name(int(match["step"])):
-        return open_store(match["store"]), int(match["step"])
+    store, _, name = url.removesuffix("/").rpartition("/")
+    step = step_of(name)
+    if step is not None and store and name == checkpoint_name(step):
+        return open_store(store), step
     return open_store(url), None
 
 

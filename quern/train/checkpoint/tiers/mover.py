@@ -43,7 +43,6 @@ from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.format.manifest import FileRecord
 from quern.train.checkpoint.store.errors import IncompleteError, SourceError
 from quern.train.checkpoint.store.owner import Owner, hold
-from quern.train.checkpoint.store.pieces import Rate
 from quern.train.checkpoint.store.rate import RateLimit
 from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_target
@@ -121,7 +120,7 @@ class Mover:
         connect: Callable[[Callable[[float], None]], Target],
         reply: Callable[[dict[str, Any]], None],
         *,
-        limit: Callable[[Callable[[float], None]], Rate] | None = None,
+        limit: Callable[[Callable[[float], None]], RateLimit] | None = None,
         retry_after_s: float = 60.0,
         allow: Callable[[Target], object] = lambda target: None,
         clock: Callable[[], float] = time.monotonic,

@@ -87,6 +87,12 @@ class ReplicationWorker:
         self._thread.start()
 
     @property
+    def _uploaders(self) -> list[tuple[Uploader, str]]:
+        """Those that there are, and where each moves files."""
+        known = (self.mirror, "the next node's disk"), (self.store, "the store")
+        return [(uploader, where) for uploader, where in known if uploader is not None]
+
+    @property
     def port(self) -> int | None:
         """The port at which this node's files are served."""
         return None if self._serving is None else self._serving.port
@@ -133,9 +139,8 @@ class ReplicationWorker:
         """Stop; what is not moved is left to the next start."""
         self._asked.put(None)
         self._thread.join(30)
-        for uploader in (self.mirror, self.store):
-            if uploader is not None:
-                uploader.close()
+        for uploader, _ in self._uploaders:
+            uploader.close()
         if self._serving is not None:
             self._serving.close()
 
@@ -206,18 +211,16 @@ class ReplicationWorker:
     def _remove(self, steps: list[int]) -> None:
         with self._changed:
             self._again = [waiting for waiting in self._again if waiting[1] in self._queue]
-        for uploader in (self.mirror, self.store):
-            if uploader is not None:
-                waiting = {step for step, _ in uploader.unfinished}
-                for step in waiting.intersection(steps):
-                    self._warn(f"the checkpoint after step {step} was removed before it was moved everywhere")
-                    uploader.cancel(step)
+        for uploader, _ in self._uploaders:
+            for step in {step for step, _ in uploader.unfinished}.intersection(steps):
+                self._warn(f"the checkpoint after step {step} was removed before it was moved everywhere")
+                uploader.cancel(step)
         if self._disk is not None:
             self._disk.remove(steps)
 
     def _listen(self) -> None:
-        for uploader, where in ((self.mirror, "the next node's disk"), (self.store, "the store")):
-            for event in uploader.poll() if uploader is not None else ():
+        for uploader, where in self._uploaders:
+            for event in uploader.poll():
                 self._tell(event, where)
         self._look()
         if self._serving is not None and self._server is not None and not self._serving.alive():
@@ -229,11 +232,7 @@ class ReplicationWorker:
 
     def _look(self) -> None:
         with self._changed:
-            left = [
-                f"step {step} to {where}"
-                for uploader, where in ((self.mirror, "the next node's disk"), (self.store, "the store"))
-                for step, _ in (uploader.unfinished if uploader is not None else ())
-            ]
+            left = (f"step {step} to {where}" for own, where in self._uploaders for step, _ in own.unfinished)
             self._unfinished = list(dict.fromkeys(left))
             self._storing = set() if self.store is None else {step for step, _ in self.store.unfinished}
 

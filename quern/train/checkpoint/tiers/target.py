@@ -8,7 +8,7 @@ from typing import Protocol
 from quern.remote.retry import Backoff
 from quern.train.checkpoint.format.manifest import FileRecord
 from quern.train.checkpoint.mirror.peer_store import PeerStore, is_peer
-from quern.train.checkpoint.store.pieces import Rate
+from quern.train.checkpoint.store.rate import RateLimit
 from quern.train.checkpoint.store.store import Store
 
 __all__ = ["TOKEN_VARIABLE", "Target", "open_target"]
@@ -36,7 +36,7 @@ class Target(Protocol):
         name: str,
         path: str,
         record: FileRecord,
-        rate: Rate | None = None,
+        rate: RateLimit | None = None,
         progress: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Put the local file ``path`` under ``name``, replacing what is there; sends nothing of what is there already.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.model.config import ModelShape
 from quern.remote.retry import StoreError
-from quern.train.checkpoint.format.dcp import load_tensors, save_tensors
+from quern.train.checkpoint.format.dcp import load_tensors, save_pieces
 from quern.train.checkpoint.format.file_locations import Place, check_together, elsewhere, in_order, read_places
+from quern.train.checkpoint.format.files import deal_files
 from quern.train.checkpoint.format.folder import check_free, new_folder
 from quern.train.checkpoint.format.manifest import (
     ENCODING_FILE,
@@ -28,9 +31,10 @@ from quern.train.checkpoint.format.manifest import (
 )
 from quern.train.checkpoint.format.metadata import read_metadata
 from quern.train.checkpoint.format.publish import complete_folder, read_ranks, written_by
+from quern.train.checkpoint.format.slices import boxes
 from quern.train.checkpoint.format.state import weight_sizes
 from quern.train.checkpoint.store.store import Store
-from quern.train.processes.agree import Agreement
+from quern.train.processes.agree import Agreement, describe
 
 __all__ = [
     "Verified", "inspect", "inspect_stored", "iter_weights", "read_manifest", "verify", "weight_sizes", "write_weights",
@@ -77,13 +81,13 @@ def write_weights(
     check_free(path)
     if (encoding is None) != (ranks_path is None):
         raise ValueError("encoding and ranks_path belong together")
-    sizes = weight_sizes(shape)
+    sizes, precision = weight_sizes(shape), str(dtype).removeprefix("torch.")
     for name in sizes.keys() - weights.keys():
         raise InputError(f"{path}: {name}: missing among the weights")
     for name in weights.keys() - sizes.keys():
         raise InputError(f"{path}: {name}: not a weight of this model")
 
-    def fetch(stored_name: str) -> torch.Tensor:
+    def fetch(stored_name: str, _: ChunkStorageMetadata) -> torch.Tensor:
         name = stored_name.removeprefix("model.")
         tensor = weights[name].detach()
         if tuple(tensor.shape) != sizes[name]:
@@ -94,15 +98,23 @@ def write_weights(
     if encoding is not None and ranks_path is not None:
         documents[ENCODING_FILE] = read_ranks(ranks_path, encoding)
     with new_folder(path) as staged:
-        described = {f"model.{name}": torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()}
-        files = save_tensors(staged, described, fetch)
+        pieces = iter([(f"model.{name}", next(boxes(size, math.prod(size)))) for name, size in sizes.items()])
+        dealt = deal_files(0, ((precision, size) for size in sizes.values()))
+        tensors = {
+            f"model.{name}": TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), [])
+            for name, size in sizes.items()
+        }
+        try:
+            files = save_pieces(staged, [[*islice(pieces, len(file.tensors))] for file in dealt], tensors, fetch)
+        except (OSError, RuntimeError) as error:
+            raise QuernError(f"{staged}: not saved: {describe(error)}") from error
         manifest = Manifest(
             step=0,
             data_step=0,
             tokens=0,
             model=shape,
             layout={},
-            precision=str(dtype).removeprefix("torch."),
+            precision=precision,
             order="",
             ledger_offset=0,
             corpus_versions={},

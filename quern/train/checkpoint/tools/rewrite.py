@@ -12,26 +12,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import IO, Any, Protocol, cast
+from typing import Any
 
-import torch
-from torch.distributed.checkpoint import FileSystemWriter, Metadata
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.dcp import Read, save_pieces
 from quern.train.checkpoint.format.file_locations import check_together
-from quern.train.checkpoint.format.files import HashedFile
 from quern.train.checkpoint.format.folder import new_folder
-from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord, Manifest
+from quern.train.checkpoint.format.manifest import METADATA_FILE, Manifest, is_tensor_file
 from quern.train.checkpoint.format.metadata import read_metadata
 from quern.train.checkpoint.format.publish import complete_folder, written_by
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
@@ -39,7 +29,7 @@ from quern.train.checkpoint.store.collect import check_target
 from quern.train.checkpoint.tools.reader import verify
 from quern.train.processes.agree import describe
 
-__all__ = ["MIN_FILE_BYTES", "PIECE_BYTES", "Rewritten", "Tensors", "open_source", "reshard", "write_anew"]
+__all__ = ["MIN_FILE_BYTES", "PIECE_BYTES", "Rewritten", "open_source", "reshard", "write_anew"]
 
 #: Largest piece of a tensor that is held and stored as one chunk.
 PIECE_BYTES = 256 << 20
@@ -47,16 +37,6 @@ PIECE_BYTES = 256 << 20
 MIN_FILE_BYTES = 64 << 10
 #: More than ``torch.save`` writes beside the elements of a tensor.
 _RECORD_BYTES = 2048
-
-
-class Tensors(Protocol):
-    """What a checkpoint is to hold."""
-
-    tensors: dict[str, TensorStorageMetadata]
-    """By stored name: size and type."""
-
-    def read(self, name: str, box: ChunkStorageMetadata) -> torch.Tensor:
-        """The elements of a tensor inside one of its :func:`boxes`, in memory of their own, row-major."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +74,8 @@ def reshard(
     stored, out = open_source(source, out)
     if weights_only:
         stored.tensors = {name: tensor for name, tensor in stored.tensors.items() if name.startswith("model.")}
-    return write_anew(stored, out, stored, files, file_size, stored.manifest, weights_only=weights_only)
+    manifest, tensors = stored.manifest, stored.tensors
+    return write_anew(stored, out, tensors, stored.read, files, file_size, manifest, weights_only=weights_only)
 
 
 def open_source(source: str, out: str) -> tuple[StoredTensors, str]:
@@ -112,36 +93,38 @@ def open_source(source: str, out: str) -> tuple[StoredTensors, str]:
 
 
 def write_anew(
-    source: StoredTensors, out: str, given: Tensors, files: int | None, file_size: int | None, manifest: Manifest, *,
-    weights_only: bool, documents: Mapping[str, bytes] | None = None,
+    source: StoredTensors, out: str, tensors: Mapping[str, TensorStorageMetadata], read: Read, files: int | None,
+    file_size: int | None, manifest: Manifest, *, weights_only: bool, documents: Mapping[str, bytes] | None = None,
 ) -> Rewritten:  # fmt: skip
-    """Write the tensors ``given`` and a ``manifest`` to the folder ``out``, whole or not at all, once the checksums of
-    ``source`` are right, whose small files go with them and ``documents`` besides.
+    """Write ``tensors``, whose elements ``read`` gives, and a ``manifest`` to the folder ``out``, whole or not at all,
+    once the checksums of ``source`` are right, whose small files go with them and ``documents`` besides.
 
     Raises:
         InputError, QuernError: as :func:`reshard`.
     """
-    plan = _plan(given.tensors, files, file_size)
+    plan = _plan(tensors, files, file_size)
     problems = verify(source.path)
     if problems:
         raise QuernError(f"{problems[0]}; the checkpoint is damaged, nothing was written")
-    small = (name for name in source.manifest.files if name != METADATA_FILE and not name.endswith(DEFAULT_SUFFIX))
+    small = (name for name in source.manifest.files if name != METADATA_FILE and not is_tensor_file(name))
     copied = {name: storage.read_bytes(os.path.join(source.path, name)) for name in small}
     try:
         with new_folder(out) as staged:
-            records = _write(staged, plan, given)
+            pieces = [[(piece.name, piece.box) for piece in file] for file in plan]
+            records = save_pieces(staged, pieces, tensors, read)
+            sizes = {name: record.size for name, record in records.items() if name != METADATA_FILE}
+            assert file_size is None or max(sizes.values()) <= file_size, sizes
             for name, tensor in read_metadata(staged, records).state_dict_metadata.items():
                 assert isinstance(tensor, TensorStorageMetadata)
-                assert tensor.size == given.tensors[name].size
+                assert tensor.size == tensors[name].size
             manifest = replace(manifest, files=records, written_by=written_by())
             if weights_only:
-                types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in given.tensors.values()}
+                types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()}
                 manifest = replace(manifest, optimizer=False, scalars={}, precision="+".join(sorted(types)))
             complete_folder(staged, manifest, copied | dict(documents or {}))
     except (OSError, RuntimeError) as error:
         raise QuernError(f"{out}: not written: {describe(error)}") from error
-    sizes = {name: record.size for name, record in records.items() if name != METADATA_FILE}
-    return Rewritten(source.path, out, manifest.step, manifest.optimizer, len(given.tensors), sizes)
+    return Rewritten(source.path, out, manifest.step, manifest.optimizer, len(tensors), sizes)
 
 
 @dataclass(frozen=True)
@@ -203,35 +186,3 @@ def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
         mine[number].append(place)
         heapq.heapreplace(files, (held + pieces[place].size + _RECORD_BYTES, number))
     return [[pieces[place] for place in sorted(places)] for places in mine]
-
-
-class _MetadataWriter(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta | None:
-        return None  # it would hold the path of the folder before it is published
-
-
-def _write(staged: str, plan: list[list[_Piece]], given: Tensors) -> dict[str, FileRecord]:
-    """The files of tensors and ``.metadata``, synced, with their checksums."""
-    records: dict[str, FileRecord] = {}
-    written: list[WriteResult] = []
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for number, pieces in enumerate(plan):
-        file = f"__0_{number}{DEFAULT_SUFFIX}"
-        with HashedFile(os.path.join(staged, file)) as stream:
-            for piece in pieces:
-                offset = stream.tell()
-                torch.save(given.read(piece.name, piece.box), cast(IO[bytes], stream))
-                length = stream.tell() - offset
-                assert length <= piece.size + _RECORD_BYTES, f"{piece.name}: {length} bytes for {piece.size}"
-                index = MetadataIndex(piece.name, piece.box.offsets)
-                written.append(WriteResult(index, length, _StorageInfo(file, offset, length)))
-            records[file] = stream.finish()
-    for piece in (piece for pieces in plan for piece in pieces):
-        if piece.name not in tensors:
-            like = given.tensors[piece.name]
-            tensors[piece.name] = TensorStorageMetadata(TensorProperties(like.properties.dtype), like.size, [])
-        tensors[piece.name].chunks.append(piece.box)
-    _MetadataWriter(staged).finish(Metadata(dict(tensors)), [written])
-    metadata = os.path.join(staged, METADATA_FILE)
-    records[METADATA_FILE] = FileRecord(storage.sha256(metadata), os.path.getsize(metadata))
-    return records

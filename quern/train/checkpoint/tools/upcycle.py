@@ -63,8 +63,9 @@ def upcycle(
         "source": os.path.abspath(source), "checksum": manifest.to_dict()["checksum"], "run": manifest.run,
         "step": manifest.step, "seed": seed,
     }  # fmt: skip
+    given = _Upcycled(dense, shape, seed)
     made = write_anew(
-        dense, out, _Upcycled(dense, shape, seed), files, None, replace(manifest, model=shape), weights_only=True,
+        dense, out, given.tensors, given.read, files, None, replace(manifest, model=shape), weights_only=True,
         documents={ORIGIN_FILE: (json.dumps(origin, indent=2) + "\n").encode()},
     )  # fmt: skip
     return made, shape

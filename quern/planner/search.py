@@ -1,0 +1,151 @@
+"""Finds the layouts of a model on a cluster that fit, and the fastest among them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quern.parallel.planning.step import Step
+from quern.planner.candidates import Choice, Wish, candidates, step_of
+from quern.planner.hardware import Hardware
+from quern.planner.memory.peak import State, moments
+from quern.planner.time.estimate import StepTime, estimate
+
+__all__ = ["Found", "Room", "Search", "room", "search"]
+
+GIB = 2**30
+#: Of a step's memory what an allocator gives and takes back within it.
+COMES_AND_GOES = ("activations", "block in work", "gathered weights", "logits and loss", "whole gradients")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the rank of a layout needs that needs the most."""
+
+    place: int
+    """Of the pipeline."""
+    moment: str
+    """See :mod:`quern.planner.memory.peak`."""
+    components: dict[str, int]
+    """[bytes] By component, with what the device takes besides."""
+    has: int
+    """[bytes] Of a GPU."""
+
+    @property
+    def needs(self) -> int:
+        return sum(self.components.values())
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing; 0 = it fits."""
+        return max(0, self.needs - self.has)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with what it needs, and how long a step takes."""
+
+    choice: Choice
+    step: Step
+    room: Room
+    time: StepTime | None
+    """None where it does not fit."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """All layouts that were looked at."""
+
+    fitting: Sequence[Found]
+    """The fastest first."""
+    short: Sequence[Found]
+    """The least short first."""
+
+    @property
+    def pareto(self) -> list[Found]:
+        """Of those that fit each that no other one is both faster and smaller than, the fastest first."""
+        found: list[Found] = []
+        for one in self.fitting:
+            if not found or one.room.needs < found[-1].room.needs:
+                found.append(one)
+        return found
+
+    def without(self, name: str) -> Found | None:
+        """The best that differs from the best in a field of :class:`Choice`; of those that do not fit where none does;
+        None where no other value was tried."""
+        best = (self.fitting or self.short)[0].choice
+        others = (one for one in (*self.fitting, *self.short) if getattr(one.choice, name) != getattr(best, name))
+        return next(others, None)
+
+
+def room(step: Step, state: State, hardware: Hardware, places: Iterable[int] | None = None) -> Room:
+    """Of the place in the pipeline that needs the most; ``places``: those that are looked at, None = all."""
+    plan, worst = step.plan, None
+    each = plan.world_size // plan.pp
+    for place in range(plan.pp) if places is None else places:
+        for name, components in moments(step, state, place * each).items():
+            going = sum(components.get(part, 0) for part in COMES_AND_GOES)
+            told = components | {
+                "allocator": int(going * hardware.fragmentation),
+                "context and libraries": int(hardware.reserved_gib * GIB),
+            }
+            found = Room(place, name, {part: size for part, size in told.items() if size},
+                         int(hardware.memory_gib * GIB))  # fmt: skip
+            if worst is None or found.needs > worst.needs:
+                worst = found
+    assert worst is not None
+    return worst
+
+
+def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Search:
+    """Look at every legal layout. Of those that fit all are timed; ``most`` of those that do not are kept."""
+    fitting: list[Found] = []
+    short: list[Found] = []
+    too_large: set[Choice] = set()
+    for choice in candidates(wish):
+        alike = replace(choice, micro_batch=1)
+        if alike in too_large:  # larger micro-batches of what does not fit need no less
+            continue
+        step = step_of(choice, wish)
+        ends = sorted({0, choice.pp - 1})  # the first has most micro-batches under way, the last logits
+        found = room(step, state, hardware, ends)
+        if found.short:
+            short.append(Found(choice, step, found, None))
+            too_large.add(alike)
+        else:
+            fitting.append(Found(choice, step, found, estimate(step, hardware)))
+    fitting.sort(key=_rank)
+    short.sort(key=lambda one: (one.room.short, one.choice.pp))
+    return Search(_confirmed(fitting, state, hardware), short[:most] + _others(short, most))
+
+
+def _rank(found: Found) -> tuple[Any, ...]:
+    """The fastest first; of those within a thousandth of each other the plainest."""
+    assert found.time is not None
+    choice = found.choice
+    plain = choice.pp, choice.tp, choice.cp, choice.ep, choice.dp_replicate, -choice.micro_batch
+    return round(found.time.seconds, 3), plain, choice.checkpointing, found.room.needs
+
+
+def _confirmed(fitting: list[Found], state: State, hardware: Hardware) -> list[Found]:
+    """With all places of a pipeline looked at, of the best ones; those that then do not fit are left out."""
+    kept: list[Found] = []
+    for number, one in enumerate(fitting):
+        if number < 50 and one.choice.pp > 2:
+            one = replace(one, room=room(one.step, state, hardware))
+        if not one.room.short:
+            kept.append(one)
+    return kept
+
+
+def _others(short: Sequence[Found], most: int) -> list[Found]:
+    """The least short with each value of each field, of those beyond the first ``most``."""
+    seen: set[tuple[str, Any]] = set()
+    kept: list[Found] = []
+    for number, one in enumerate(short):
+        values = {(name, getattr(one.choice, name)) for name in ("tp", "pp", "cp", "dp_shard", "checkpointing", "zero")}
+        if number >= most and values - seen:
+            kept.append(one)
+        seen |= values
+    return kept
