@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from quern.parallel.planning.step import Step
 from quern.planner.hardware import Hardware, load_hardware
 from quern.planner.time import StepTime, estimate
 
-TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).parents[1].joinpath("planner", "published.yaml").read_text("utf-8"))
+TOLD: dict[str, Any] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("planner", "published.yaml").read_text("utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,35 @@ class Run:
         of_token = step.shape.flops_per_token(step.layout.seq_len, causal=found["attention"] == "causal")
         return float(found["tflops"]) * 1e12 / of_token
 
-    def predict(self) -> StepTime:
-        return estimate(self.step, self.hardware)
+    @property
+    def predicted(self) -> StepTime:
+        return _predict(self.name)
+
+    @property
+    def error(self) -> float:
+        """Of tokens/s/GPU, relative; above 0 = faster than measured."""
+        return self.predicted.tokens_per_gpu_s / self.published - 1
+
+    @property
+    def row(self) -> str:
+        """Of docs/planner.md."""
+        told = self.told
+        assumed = told.get("assumed", "")
+        notes = assumed if isinstance(assumed, str) else ", ".join(assumed)
+        layout = str(self.step.plan).replace(" × ", "·")
+        return (
+            f"| {self.name} | {told['source']} | {told['machine']} | {layout} | {self.published:,.0f} | "
+            f"{self.predicted.tokens_per_gpu_s:,.0f} | {100 * self.error:+.1f} % | {told['use']} | {notes} |"
+        )
 
 
+@cache
+def _predict(name: str) -> StepTime:
+    (run,) = (run for run in RUNS if run.name == name)
+    return estimate(run.step, run.hardware)
+
+
+@cache
 def machine(name: str) -> Hardware:
     """A profile with what a run's machine has otherwise; ``speed`` scales what products and attention reach."""
     told = dict(TOLD["machines"][name])

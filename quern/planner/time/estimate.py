@@ -18,11 +18,9 @@ The slowest rank's parts are shown; ``bubble`` is where it waits for others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from quern.parallel.planning.host_state import host_state
-from quern.parallel.planning.stages import stage_layers
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import elements_held, traffic
 from quern.parallel.planning.weights import alike
@@ -65,21 +63,15 @@ class _Rank:
 
 def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     """How long a step takes; ``moment_bytes``: of an element of one of Adam's moments."""
-    plan, number = step.plan, step.num_micro_batches
-    layers = _layers(step.shape, step.layout.num_stages, step.layout.seq_len, step.layout.stage_layers)
-    # told, so that nobody cuts again
-    layout = replace(step.layout, stage_layers=tuple(map(len, layers)))
-    step = replace(step, layout=layout)
+    plan, layout, number = step.plan, step.layout, step.num_micro_batches
+    layers = layout.layers_of_stages(step.shape)
     blocks = {sparse: block(step, hardware, layer) for layer, sparse in _kinds(step)}
     found: dict[tuple[object, ...], _Rank] = {}
     ranks = []
     for place in range(plan.pp):
         stages = layout.stages_of(place) if plan.pp > 1 else (0,)
         # ranks alike are counted once
-        kind = tuple(
-            (stage == 0, stage == len(layers) - 1, tuple((step.shape.is_sparse(n), c) for n, c in alike(step.shape, layers[stage])))
-            for stage in stages
-        )  # fmt: skip
+        kind = tuple((stage == 0, stage == len(layers) - 1, *_numbers(step, layers[stage])) for stage in stages)
         if kind not in found:
             found[kind] = _rank(step, hardware, place, stages, blocks, moment_bytes)
         ranks.append((stages, found[kind]))
@@ -106,7 +98,9 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     return StepTime(whole, parts, tokens, speed, full, causal)
 
 
-_layers = lru_cache(maxsize=256)(stage_layers)
+def _numbers(step: Step, layers: range) -> tuple[int, int]:
+    """How many layers there are, and how many have experts."""
+    return len(layers), sum(map(step.shape.is_sparse, layers))
 
 
 def _kinds(step: Step) -> list[tuple[int, bool]]:
@@ -232,9 +226,9 @@ def _expose(
         in_backward += scatters.seconds
     else:
         last += scatters.seconds
-    name = "dp messages"
-    _spread(sent, name, (_beside(in_forward, forward * passes) + gathers.one * passes) / number, 1)
-    _spread(sent, name, (_beside(in_backward, backward * number) + scatters.one * number * by_micro_batch) / number, 0)
+    name, first, final = "dp messages", gathers.one * passes, scatters.one * number * by_micro_batch
+    _spread(sent, name, (_beside(in_forward - first, forward * passes) + first) / number, 1)
+    _spread(sent, name, (_beside(in_backward - final, backward * number) + final) / number, 0)
     if last:
         ends = max(reduces.one, 0.0 if by_micro_batch else scatters.one)
         sent.again[name] = sent.again.get(name, 0.0) + _beside(last - ends, backward) + ends
