@@ -45,8 +45,8 @@ def _command(app: typer.Typer, name: str) -> None:
 
 #: In the order in which help lists them.
 _COMMANDS: dict[str, Callable[[typer.Typer, str], None]] = {
-    "data": _group, "tokens": _group, "lineage": _group, "mix": _group, "train": _train, "bench": _bench,
-    "checkpoint": _group, "selftest": _command, "doctor": _command, "demo": _command,
+    "data": _group, "tokens": _group, "lineage": _group, "mix": _group, "plan": _group, "train": _train,
+    "bench": _bench, "checkpoint": _group, "selftest": _command, "doctor": _command, "demo": _command,
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ _HELP = {
     "tokens": "Inspect, export and import token shards.",
     "lineage": "Trace a URL to every training step that read it, and a step to its documents.",
     "mix": "Weigh sources, select documents, and show the mixture and order of training data.",
+    "plan": "Say whether a model fits on a cluster, how fast it trains there, and in which layout.",
     "train": "Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
     "bench": "Measure the trainer over random tokens: tokens a second, MFU, step time, memory; one row per "
     "combination.",

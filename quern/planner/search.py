@@ -15,6 +15,8 @@ from quern.planner.time.estimate import StepTime, estimate
 __all__ = ["Found", "Room", "Search", "room", "search"]
 
 GIB = 2**30
+AS_FAST = 0.01
+"""Times closer than this share are not told apart: a plainer layout goes before a faster one."""
 #: Of a step's memory what an allocator gives and takes back within it.
 COMES_AND_GOES = ("activations", "block in work", "gathered weights", "logits and loss", "whole gradients")
 
@@ -63,6 +65,15 @@ class Search:
     """The least short first."""
 
     @property
+    def best(self) -> Found | None:
+        """The plainest of those that take at most :data:`AS_FAST` longer than the fastest; the least short where none
+        fits; None where there is no layout."""
+        if not self.fitting:
+            return self.short[0] if self.short else None
+        most = (1 + AS_FAST) * _seconds(self.fitting[0])
+        return min((one for one in self.fitting if _seconds(one) <= most), key=_plainness)
+
+    @property
     def pareto(self) -> list[Found]:
         """Of those that fit each that no other one is both faster and smaller than, the fastest first."""
         found: list[Found] = []
@@ -72,11 +83,11 @@ class Search:
         return found
 
     def without(self, name: str) -> Found | None:
-        """The best that differs from the best in a field of :class:`Choice`; of those that do not fit where none does;
+        """The fastest, or the least short where none fits, that differs from the best in a field of :class:`Choice`;
         None where no other value was tried."""
-        best = (self.fitting or self.short)[0].choice
-        others = (one for one in (*self.fitting, *self.short) if getattr(one.choice, name) != getattr(best, name))
-        return next(others, None)
+        assert self.best is not None
+        value = getattr(self.best.choice, name)
+        return next((one for one in (*self.fitting, *self.short) if getattr(one.choice, name) != value), None)
 
 
 def room(step: Step, state: State, hardware: Hardware, places: Iterable[int] | None = None) -> Room:
@@ -115,17 +126,20 @@ def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Sear
             too_large.add(alike)
         else:
             fitting.append(Found(choice, step, found, estimate(step, hardware)))
-    fitting.sort(key=_rank)
+    fitting.sort(key=_seconds)
     short.sort(key=lambda one: (one.room.short, one.choice.pp))
     return Search(_confirmed(fitting, state, hardware), short[:most] + _others(short, most))
 
 
-def _rank(found: Found) -> tuple[Any, ...]:
-    """The fastest first; of those within a thousandth of each other the plainest."""
+def _seconds(found: Found) -> float:
     assert found.time is not None
-    choice = found.choice
-    plain = choice.pp, choice.tp, choice.cp, choice.ep, choice.dp_replicate, -choice.micro_batch
-    return round(found.time.seconds, 3), plain, choice.checkpointing, found.room.needs
+    return found.time.seconds
+
+
+def _plainness(found: Found) -> tuple[int | float, ...]:
+    """How many axes there are, then ranks on those that talk within a layer, then the time."""
+    sizes = found.choice.pp, found.choice.tp, found.choice.cp, found.choice.ep, found.choice.dp_replicate
+    return sum(size > 1 for size in sizes), *sizes, _seconds(found)
 
 
 def _confirmed(fitting: list[Found], state: State, hardware: Hardware) -> list[Found]:

@@ -20,6 +20,8 @@ from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import stage_costs, stage_parameters
 from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
 from quern.parallel.planning.weights import alike
+from quern.planner.memory.kernels import CPU, CUDA
+from quern.planner.memory.peak import State, peak
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.batches.mixture import plan_mixture
 from quern.train.batches.sharing import shared_attention
@@ -32,7 +34,7 @@ from quern.words import counted, size
 
 __all__ = [
     "check_host_memory", "checkpoint_size", "communication", "expert_ranks", "float8", "held_bytes", "host_state",
-    "layout", "pipeline", "sharing", "state_memory", "step_of", "summarise",
+    "layout", "moment_bytes", "peak_memory", "pipeline", "sharing", "state_memory", "step_of", "summarise",
 ]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
@@ -65,7 +67,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     """
     parameters, plan = step.shape.num_parameters, step.plan
     master, copy = _MASTER[config.precision], _COMPUTE_COPY[config.precision]
-    moment, kept = _moment_bytes(config), copy if step.layout.keeps_weights(plan) else 0
+    moment, kept = moment_bytes(config), copy if step.layout.keeps_weights(plan) else 0
     gib = 2**30
     most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
     found = host_state(step, config)
@@ -81,10 +83,25 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     }
 
 
+def peak_memory(step: Step, config: TrainConfig) -> dict[str, Any]:
+    """The most that a rank holds in a step: at which place of the pipeline and moment, see
+    :mod:`quern.planner.memory.peak`, and bytes by component. Of tensors: what a device takes besides is not in it."""
+    cpu = config.device == "cpu"
+    dense = config.attention == "sdpa" or (config.attention == "auto" and cpu)
+    state = State(
+        moment_bytes(config), config.doremi.reference is not None, documents=config.document_mask,
+        dense_mask=dense and config.document_mask,
+    )  # fmt: skip
+    each = step.plan.world_size // step.plan.pp
+    found = [(place, *peak(step, state, place * each, CPU if cpu else CUDA)) for place in range(step.plan.pp)]
+    place, moment, components = max(found, key=lambda one: sum(one[2].values()))
+    return {"pp": place, "moment": moment, "components": {name: size for name, size in components.items() if size}}
+
+
 def held_bytes(step: Step, config: TrainConfig) -> dict[str, int]:
     """The same by component, on the device, and what FSDP2 holds whole for a part of a step: the fields of
     :class:`quern.parallel.planning.held.Held`, each of the rank that has the most of it."""
-    moment = 0 if step.layout.host_state else _moment_bytes(config)
+    moment = 0 if step.layout.host_state else moment_bytes(config)
     ranks = [asdict(held(step, moment, rank)) for rank in _first_of_each_pipeline_rank(step.plan)]
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
@@ -92,7 +109,7 @@ def held_bytes(step: Step, config: TrainConfig) -> dict[str, int]:
 def host_state(step: Step, config: TrainConfig) -> dict[str, int] | None:
     """As :func:`.planning.host_state.host_state`, of the rank whose device holds the most; null without it."""
     ranks = _first_of_each_pipeline_rank(step.plan) if step.layout.host_state else ()
-    found = (planned_host_state(step, rank, _moment_bytes(config)) for rank in ranks)
+    found = (planned_host_state(step, rank, moment_bytes(config)) for rank in ranks)
     return max(found, key=lambda own: own["device"], default=None)
 
 
@@ -105,7 +122,7 @@ def check_host_memory(config: TrainConfig, step: Step, here: Sequence[int], devi
         InputError: how much is needed, and how much there is.
     """
     free, hosted = available_memory(), step.layout.host_state
-    found = [planned_host_state(step, rank, _moment_bytes(config)) for rank in here if hosted]
+    found = [planned_host_state(step, rank, moment_bytes(config)) for rank in here if hosted]
     state = sum(own["host"] + own["staging"] + own["device"] * (device == "cpu") for own in found)
     copies = int(checkpoint_size(step, config)["copy_gib_per_rank"] * 2**30) * len(here)
     if free is not None and (hosted or device == "cuda") and state + copies > free:
@@ -117,14 +134,14 @@ def check_host_memory(config: TrainConfig, step: Step, here: Sequence[int], devi
         )
 
 
-def _moment_bytes(config: TrainConfig) -> int:
+def moment_bytes(config: TrainConfig) -> int:
     return 2 if config.optimizer.moments == "bf16" else _MASTER[config.precision]
 
 
 def checkpoint_size(step: Step, config: TrainConfig) -> dict[str, float]:
     """Bytes of the weights and moments that a save writes, and the GiB of the host's memory that a rank's part, copied,
     takes from save to save: on the average of all ranks, and none where the loop writes itself."""
-    written = (_MASTER[config.precision] + 2 * _moment_bytes(config)) * step.shape.num_parameters
+    written = (_MASTER[config.precision] + 2 * moment_bytes(config)) * step.shape.num_parameters
     copied = 0 if config.checkpoint.mode == "sync" else written
     return {"bytes": written, "copy_gib_per_rank": copied / step.plan.world_size / 2**30}
 
@@ -276,6 +293,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config),
         "held_bytes": held_bytes(step, config),
+        "peak_memory": peak_memory(step, config),
         "host_state": host_state(step, config),
         "checkpoint": checkpoint_size(step, config),
         "flops_per_token": {

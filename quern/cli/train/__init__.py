@@ -198,7 +198,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
           for row in order["sources"]),
         ("learning rate", f"{rate['peak']:.4g}, {config.schedule.kind}; {rate['last_step']:.4g} in the last step"),
         ("order", "that of the data, which is assumed" if summary["corpus"]["fingerprint"] is None else order["order"]),
-        ("left out", "activations, a gathered block and what the allocator keeps: quern bench measures peak memory"),
+        ("peak memory", _peak(summary["peak_memory"])),
     ]  # fmt: skip
 
     def insert(before: str, name: str, text: str) -> None:
@@ -219,6 +219,14 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         _say(console, f"{name:<14} {text}")
     if layout["ranks"] > 1:
         _print_layout(summary, console)
+
+
+def _peak(peak: dict[str, Any]) -> str:
+    parts = sorted(peak["components"].items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {size(number)}" for name, number in parts[:4])
+    left = sum(number for _, number in parts[4:])
+    rest = f", the rest {size(left)}" if left else ""
+    return f"{size(sum(peak['components'].values()))} of tensors a rank: {named}{rest}; quern plan check adds time"
 
 
 def _held(resharding: bool | int, gathered: int, whole_gradients: int, **shares: int) -> str:

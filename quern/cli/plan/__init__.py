@@ -1,0 +1,259 @@
+"""``quern plan``: layouts of a model on a cluster that fit, ranked by speed; a config's memory and time."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Annotated, Any, get_args
+
+import typer
+import yaml
+from rich.console import Console
+
+from quern import storage
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.errors import InputError
+from quern.words import counted, size
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Say whether a model fits on a cluster, how fast it trains there, and in which layout.")
+
+MOMENTS = {
+    "loss": "when logits are there", "first": "when a backward is in its last block",
+    "last": "when a backward is in its first block", "update": "when gradients are whole",
+}  # fmt: skip
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@app.callback(invoke_without_command=True)
+@reports_errors
+def layouts(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Option(help="A preset of model.preset, as llama3-70b.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the cluster.")] = 8,
+    gpu: Annotated[str, typer.Option(help="A profile, as h100, or a YAML file of one.")] = "h100",
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of a sequence.")] = 8192,
+    batch: Annotated[
+        str | None,
+        typer.Option("--batch", help="Tokens of a step, as 4M; by default 4M, and a sequence for 8 GPUs or more."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, as 15T: days, GPU-hours, cost.")] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Ids of the encoding.")] = 128_256,
+    float8: Annotated[str | None, typer.Option(help="Products in FP8: tensorwise, rowwise or blockwise.")] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option("--fix", help="key=value: look at this value alone, as tp=8; may be given several times."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU-hour; by default the profile's.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts that are listed.")] = 8,
+    emit: Annotated[str | None, typer.Option(help="Write the best layout's keys to this file, as a config.")] = None,
+    json: bool = JSON,
+) -> None:
+    """Look at every layout of a model on a cluster: whether it fits, and how long a step takes."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from quern.planner.answer import answer
+    from quern.planner.hardware import load_hardware
+    from quern.planner.memory.peak import State
+    from quern.planner.search import search
+
+    hardware = load_hardware(gpu)
+    if price is not None:
+        hardware = hardware.model_copy(update={"dollars_per_hour": price})
+    wish = _wish(model, gpus, hardware.node, seq_len, batch, vocab_size, float8, not eager, fix or [])
+    state = State(moment_bytes=2 if wish.moments_bf16 else 4, documents=True)
+    with json_stdout(json) as out:
+        found = search(wish, state, hardware)
+        told = answer(wish, hardware, found, None if tokens is None else _number("--tokens", tokens), top)
+        if told["best"] is None:
+            raise InputError(
+                f"no layout of {counted(gpus, 'GPU')} takes {wish.global_batch:,} sequences of {seq_len:,} tokens a "
+                f"step with what is fixed; expected another --batch or fewer --fix"
+            )
+        if emit is not None:
+            _write(emit, told["best"]["config"], str(model))
+        out(told)
+        if not json:
+            _print(told, out_console())
+            if emit is not None:
+                err_console().print(plain(f"{emit}: written; add data, steps and run_dir"), markup=False)
+    if not told["fits"]:
+        raise typer.Exit(1)
+
+
+def _wish(
+    model: str | None, gpus: int, node: int, seq_len: int, batch: str | None, vocab_size: int, float8: str | None,
+    compiled: bool, fix: list[str],
+) -> Any:  # fmt: skip
+    from quern.config import validate
+    from quern.model.config import ModelConfig
+    from quern.model.float8.recipe import Recipe, Scaling
+    from quern.planner.candidates import Wish
+
+    if model is None:
+        raise InputError("--model: expected one, as llama3-70b; quern plan --help says what else there is")
+    shape = validate({"preset": model}, ModelConfig, "--model").shape(vocab_size)
+    if float8 is not None and float8 not in get_args(Scaling):
+        raise InputError(f"--float8: expected one of {', '.join(get_args(Scaling))}, got {float8!r}")
+    sequences = max(2**22 // seq_len, gpus // 8, 1)
+    if batch is not None:
+        sequences, rest = divmod(int(_number("--batch", batch, 2**20)), seq_len)
+        if rest or not sequences:
+            raise InputError(f"--batch: expected a multiple of --seq-len ({seq_len:,} tokens), got {batch}")
+    recipe = None if float8 is None else Recipe(float8)  # type: ignore[arg-type]
+    return Wish(shape, gpus, min(node, gpus), seq_len, sequences, recipe, compiled, fixed=_fixed(fix))
+
+
+def _fixed(given: list[str]) -> dict[str, Any]:
+    from dataclasses import fields
+
+    from quern.planner.candidates import Choice
+
+    known, found = {one.name for one in fields(Choice)}, {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name not in known or not equals:
+            raise InputError(f"--fix: expected key=value with one of {', '.join(sorted(known))}, got {text!r}")
+        found[name] = yaml.safe_load(value)
+        wanted = str if name in ("schedule", "checkpointing") else bool if name == "host_state" else int
+        if found[name] is not None and type(found[name]) is not wanted:
+            raise InputError(f"--fix: {name}: expected {wanted.__name__}, got {value!r}")
+    return found
+
+
+def _number(name: str, text: str, mega: float = 1e6) -> float:
+    """``15T``, ``4M``, ``3e9``; a batch's M is 2²⁰."""
+    units = _UNITS | {"M": mega}
+    try:
+        value = float(text[:-1]) * units[text[-1].upper()] if text[-1:].upper() in units else float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InputError(f"{name}: expected a number above 0, as 15T or 3e9, got {text!r}")
+    return value
+
+
+def _write(path: str, config: dict[str, Any], model: str) -> None:
+    if os.path.exists(path):
+        raise InputError(f"{path}: exists; expected a new file")
+    text = yaml.safe_dump({"model": {"preset": model}} | config, sort_keys=False)
+    storage.publish_bytes(path, f"# Planned by quern plan; add run_dir, data and steps.\n{text}".encode())
+
+
+def _print(told: dict[str, Any], console: Console) -> None:
+    best, say = told["best"], lambda text: console.print(text, markup=False, soft_wrap=True)
+    say(
+        f"{told['model']['parameters'] / 1e9:.1f} B parameters on {told['gpus']:,} × {told['hardware']}, "
+        f"{told['global_batch']:,} sequences of {told['seq_len']:,} tokens a step"
+    )
+    table = columns("layout", ">memory", ">step", ">tok/s/GPU", ">MFU", ">bubble")
+    for one in told["layouts"]:
+        table.add_row(*_cells(one))
+    console.print(table)
+    memory = best["memory"]
+    if told["fits"]:
+        say(f"\n{told['fitting']:,} layouts fit. Take {_name(best['layout'])}")
+    else:
+        say(f"\ndoes not fit: {_name(best['layout'])} comes closest, and is short by {size(memory['short'])}")
+    _print_parts(best, memory["place"] if best["layout"]["pp"] > 1 else None, console)
+    say("\nwhy this layout: the best one with another value of")
+    for reason in told["reasons"]:
+        say(f"  {reason['why']}")
+    if (run := told["run"]) is not None:
+        say(
+            f"\n{run['tokens']:,.0f} tokens: {run['steps']:,} steps, {run['days']:,.1f} days, "
+            f"{run['gpu_hours']:,.0f} GPU-hours, ${run['dollars']:,.0f} at ${run['dollars_per_hour']:.2f} an hour, "
+            f"without failures and saves"
+        )
+
+
+def _print_parts(told: dict[str, Any], place: int | None, console: Console) -> None:
+    """Memory by component, and a step's time by part; ``place``: of the pipeline, if there is one."""
+    memory, time = told["memory"], told["time"]
+    where = "" if place is None else f" of place {place} of the pipeline"
+    moment = MOMENTS[memory["moment"]]
+    console.print(f"\nthe most that a rank{where} holds, {moment}:", markup=False, soft_wrap=True)
+    parts = columns("component", ">bytes")
+    for name, number in sorted(memory["components"].items(), key=lambda item: -item[1]):
+        parts.add_row(name, size(number))
+    parts.add_row("all", f"{size(memory['needs'])} of {size(memory['has'])}")
+    console.print(parts)
+    if memory["short"]:
+        console.print(f"does not fit: short by {size(memory['short'])}", markup=False)
+    if time is None:
+        return
+    speed = f"{time['seconds']:.3f} s, {time['tokens_per_gpu_s']:,.0f} tokens a second and GPU"
+    mfu = f"MFU {time['mfu_full']:.1%} with all of attention, {time['mfu_causal']:.1%} with its causal half"
+    console.print(f"\na step takes {speed}, {mfu}; on the slowest rank:", markup=False, soft_wrap=True)
+    parts = columns("part", ">seconds", ">share")
+    for name, seconds in sorted(time["parts"].items(), key=lambda item: -item[1]):
+        parts.add_row(name, f"{seconds:.3f}", f"{seconds / time['seconds']:.1%}")
+    console.print(parts)
+
+
+def _name(layout: dict[str, Any]) -> str:
+    """``tp 8 × pp 2 (1f1b) × dp_shard 16, micro_batch 1, checkpointing selective``."""
+    parts = [f"{axis} {layout[axis]}" for axis in ("tp", "pp", "cp", "dp_shard", "dp_replicate") if layout[axis] > 1]
+    if layout["pp"] > 1:
+        stages = f", {layout['stages_per_rank']} stages a rank" if layout["stages_per_rank"] else ""
+        parts[parts.index(f"pp {layout['pp']}")] += f" ({layout['schedule']}{stages})"
+    name = " × ".join(parts) or "one rank"
+    name += f", of these ep {layout['ep']}" if layout["ep"] > 1 else ""
+    if layout["dp_shard"] * layout["cp"] > 1 and layout["pp"] == 1:
+        name += f", zero {layout['zero'] or 3}"
+    return f"{name}, micro_batch {layout['micro_batch']}, checkpointing {layout['checkpointing']}"
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    memory, time = one["memory"], one["time"]
+    found = [_name(one["layout"]), size(memory["needs"])]
+    if time is None:
+        return [*found, "", "", "", ""]
+    bubble = time["parts"].get("bubble", 0.0) / time["seconds"]
+    return [*found, f"{time['seconds']:.2f} s", f"{time['tokens_per_gpu_s']:,.0f}", f"{time['mfu_full']:.1%}",
+            f"{bubble:.1%}"]  # fmt: skip
+
+
+@app.command()
+@reports_errors
+def check(
+    config: Annotated[str, typer.Argument(help="A training config.", metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: model.preset=125M")] = None,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks: GPUs of the cluster.")] = 8,
+    gpu: Annotated[str, typer.Option(help="A profile, as h100, or a YAML file of one.")] = "h100",
+    vocab_size: Annotated[int, typer.Option(min=1, help="Ids of the encoding.")] = 128_256,
+    json: bool = JSON,
+) -> None:
+    """Say what a step of CONFIG needs and takes on a cluster; the data is not looked at. Exit code 1: it does not
+    fit."""
+    from quern.planner.answer import memory_of, time_of
+    from quern.planner.hardware import load_hardware
+    from quern.planner.memory.peak import State
+    from quern.planner.search import room
+    from quern.planner.time.estimate import estimate
+    from quern.train.init_from import load_run_config
+    from quern.train.setup import check_settings
+    from quern.train.summary import moment_bytes, step_of
+
+    hardware = load_hardware(gpu)
+    given = load_run_config(config, [*(overrides or ()), "device=cuda"])
+    with json_stdout(json) as out:
+        layout = check_settings(given, nproc, vocab_size)
+        step = step_of(given, given.model.shape(vocab_size), layout)
+        moment = moment_bytes(given)
+        state = State(
+            moment, given.doremi.reference is not None, documents=given.document_mask,
+            dense_mask=given.attention == "sdpa" and given.document_mask,
+        )  # fmt: skip
+        memory, time = room(step, state, hardware), estimate(step, hardware, moment)
+        told = {
+            "hardware": hardware.title, "gpus": nproc, "memory": memory_of(memory), "time": time_of(time),
+            "fits": not memory.short,
+        }  # fmt: skip
+        out(told)
+        if not json:
+            _print_parts(told, memory.place if layout.plan.pp > 1 else None, out_console())
+    if memory.short:
+        raise typer.Exit(1)

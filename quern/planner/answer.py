@@ -1,0 +1,95 @@
+"""Tells what a search has found as plain data: the layouts, the best one's reasons, days, hours and dollars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from quern.planner.candidates import Wish
+from quern.planner.hardware import Hardware
+from quern.planner.search import Found, Room, Search
+from quern.planner.time.estimate import StepTime
+from quern.words import size
+
+__all__ = ["answer", "memory_of", "reasons", "row", "time_of"]
+
+#: Fields of a choice for which the answer says why, with the name in the config.
+WHY = {
+    "tp": "parallel.tp", "pp": "parallel.pp", "cp": "parallel.cp", "ep": "parallel.ep",
+    "dp_shard": "parallel.dp_shard", "zero": "parallel.zero", "schedule": "parallel.schedule",
+    "micro_batch": "micro_batch", "checkpointing": "activation_checkpointing",
+}  # fmt: skip
+
+
+def answer(wish: Wish, hardware: Hardware, found: Search, tokens: float | None, most: int = 8) -> dict[str, Any]:
+    """Of :func:`quern.planner.search.search`. ``tokens``: of the whole run; ``most``: layouts that are listed."""
+    best = found.best
+    return {
+        "model": wish.shape.model_dump(mode="json") | {"parameters": wish.shape.num_parameters},
+        "gpus": wish.gpus, "hardware": hardware.title, "seq_len": wish.seq_len, "global_batch": wish.global_batch,
+        "fits": bool(found.fitting), "fitting": len(found.fitting),
+        "best": None if best is None else row(best, wish) | {"config": best.choice.sections(wish)},
+        "reasons": [] if best is None else reasons(found),
+        "layouts": [row(one, wish) for one in (found.fitting or found.short)[:most]],
+        "pareto": [row(one, wish) for one in found.pareto[:most]],
+        "run": None if tokens is None or not found.fitting else _run(best, wish, hardware, tokens),
+    }  # fmt: skip
+
+
+def row(found: Found, wish: Wish) -> dict[str, Any]:
+    """One layout: what it is, what it needs where it needs most, how long a step takes."""
+    return {
+        "layout": asdict(found.choice), "micro_batches": found.step.num_micro_batches,
+        "memory": memory_of(found.room), "time": None if found.time is None else time_of(found.time),
+    }  # fmt: skip
+
+
+def memory_of(room: Room) -> dict[str, Any]:
+    """The place and moment at which a rank needs the most, and bytes by component."""
+    return asdict(room) | {"needs": room.needs, "short": room.short}
+
+
+def time_of(time: StepTime) -> dict[str, Any]:
+    """Seconds of a step by part, and speed."""
+    return asdict(time) | {"parts": dict(time.parts)}
+
+
+def reasons(found: Search) -> list[dict[str, str]]:
+    """For each field of the best choice: the best layout that has another value, and by how much it is worse."""
+    best, told = found.best, []
+    assert best is not None
+    for name, key in WHY.items():
+        other = found.without(name)
+        if other is None:
+            continue
+        value, instead = getattr(best.choice, name), getattr(other.choice, name)
+        told.append({"key": key, "value": str(value), "why": f"{key} {instead}: {_worse(best, other)}"})
+    return told
+
+
+def _worse(best: Found, other: Found) -> str:
+    if other.time is None or best.time is None:
+        return f"is short by {size(other.room.short)} ({largest(other.room.components)})"
+    slower = other.time.seconds / best.time.seconds - 1
+    needs = other.room.needs - best.room.needs
+    memory = f"{size(abs(needs))} {'more' if needs > 0 else 'less'} memory"
+    return f"takes {slower:.1%} longer, with {memory}" if slower > 0.0005 else f"is as fast, with {memory}"
+
+
+def largest(components: Mapping[str, int], most: int = 2) -> str:
+    """The components that are the most of a rank's memory."""
+    by_size = sorted(components.items(), key=lambda item: -item[1])
+    return " and ".join(f"{name} {size(number)}" for name, number in by_size[:most])
+
+
+def _run(best: Found | None, wish: Wish, hardware: Hardware, tokens: float) -> dict[str, Any]:
+    assert best is not None
+    assert best.time is not None
+    steps = -(-tokens // best.time.tokens)
+    seconds = steps * best.time.seconds
+    hours = seconds / 3600 * wish.gpus
+    return {
+        "tokens": tokens, "steps": int(steps), "days": seconds / 86_400, "gpu_hours": hours,
+        "dollars": hours * hardware.dollars_per_hour, "dollars_per_hour": hardware.dollars_per_hour,
+    }  # fmt: skip
