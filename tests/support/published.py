@@ -19,9 +19,8 @@ from quern.parallel.planning.step import Step
 from quern.planner.hardware import Hardware, load_hardware
 from quern.planner.time import StepTime, estimate
 
-TOLD: dict[str, Any] = yaml.safe_load(
-    Path(__file__).parents[1].joinpath("planner", "published.yaml").read_text("utf-8")
-)
+PUBLISHED = Path(__file__).parents[1] / "planner" / "published.yaml"
+TOLD: dict[str, Any] = yaml.safe_load(PUBLISHED.read_text("utf-8"))
 
 
 @dataclass(frozen=True)
