@@ -131,8 +131,8 @@ def _rank(
         compute[stage] = phases
     forward = sum(total(phases.forward) for phases in compute.values())
     backward = sum(total(p.inputs) + total(p.weights) + total(p.again) for p in compute.values())
-    sent = _messages(step, hardware, rank, forward, backward, compute)
     count = sum(len(layers[stage]) for stage in stages)
+    sent = _messages(step, hardware, rank, count, forward, backward, compute)
     for stage, phases in compute.items():
         share = len(layers[stage]) / count
         more = [share * total(by_part) for by_part in (sent.forward, sent.inputs, sent.weights)]
@@ -151,7 +151,13 @@ def _rank(
 
 
 def _messages(
-    step: Step, hardware: Hardware, rank: int, forward: float, backward: float, compute: Mapping[int, Phases]
+    step: Step,
+    hardware: Hardware,
+    rank: int,
+    blocks: int,
+    forward: float,
+    backward: float,
+    compute: Mapping[int, Phases],
 ) -> Phases:
     """What a rank's messages add to a micro-batch's forward and backward, and, as ``again``, after the last one;
     ``forward`` and ``backward``: its compute meanwhile."""
@@ -191,7 +197,7 @@ def _messages(
     elif not layout.adds_gradients(step.plan):  # one process, or DDP
         size = elements_held(step, rank) * (step.compute_bytes + 2 * step.gradient_bytes)
         _spread(sent, "copies", moved(hardware, size), 0)
-    _expose(step, sent, gathers, scatters, reduces, forward, backward)
+    _expose(step, sent, blocks, gathers, scatters, reduces, forward, backward)
     return sent
 
 
@@ -212,12 +218,20 @@ class _Flow:
 
 
 def _expose(
-    step: Step, sent: Phases, gathers: _Flow, scatters: _Flow, reduces: _Flow, forward: float, backward: float
+    step: Step,
+    sent: Phases,
+    blocks: int,
+    gathers: _Flow,
+    scatters: _Flow,
+    reduces: _Flow,
+    forward: float,
+    backward: float,
 ) -> None:
-    """Data-parallel messages beside compute: per pass the sum over blocks, which are alike."""
+    """Data-parallel messages beside compute: per pass the sum over a rank's ``blocks``, which are alike."""
     layout, number = step.layout, step.num_micro_batches
     kept = layout.reshard_after_forward is False
-    passes = 1 if kept and step.plan.pp == 1 else number  # forwards of a step that gather
+    # forwards of a step that gather: where weights are kept, as often as one block is gathered
+    passes = max(1, min(number, gathers.calls // blocks)) if kept else number
     in_forward = gathers.seconds * (1.0 if kept else 0.5)
     in_backward = gathers.seconds - in_forward
     by_micro_batch = step.plan.pp == 1 and layout.zero != 1
@@ -226,7 +240,7 @@ def _expose(
         in_backward += scatters.seconds
     else:
         last += scatters.seconds
-    name, first, final = "dp messages", gathers.one * passes, scatters.one * number * by_micro_batch
+    name, first, final = "dp messages", min(in_forward, gathers.one * passes), scatters.one * number * by_micro_batch
     _spread(sent, name, (_beside(in_forward - first, forward * passes) + first) / number, 1)
     _spread(sent, name, (_beside(in_backward - final, backward * number) + final) / number, 0)
     if last:

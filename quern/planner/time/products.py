@@ -86,7 +86,7 @@ def block(step: Step, hardware: Hardware, layer: int) -> Phases:
     """Of one layer; ``again`` with the policy of checkpointing that the layout has.
 
     ``full`` computes the forward again but for its last product, which nothing needs; ``selective`` what products and
-    attention did not give.
+    attention did not give. What a compiler computes again to stay within ``activation_memory_budget`` is not known.
     """
     forward: Seconds = {"products": 0.0, "attention": attention(step, hardware)}
     inputs: Seconds = {"products": 0.0, "attention": 2.5 * forward["attention"]}
