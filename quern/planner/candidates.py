@@ -144,19 +144,21 @@ def _all(wish: Wish) -> Iterator[Choice]:
                         continue
                     base = Choice(tp, pp, cp, dp_replicate=dp // shard, dp_shard=shard)
                     for ep in tried("ep", [size for size in divisors(experts) if shard * cp % size == 0]):
-                        yield from _ways(replace(base, ep=ep), tried)
+                        yield from _ways(replace(base, ep=ep), tried, wish.compiled)
 
 
 def _shards(dp: int, within: int) -> list[int]:
-    """Over how many of ``dp`` ranks weights are dealt out: all, those of a node, of eight nodes, or none."""
-    return sorted({size for size in (1, within, 8 * within, dp) if dp % size == 0})
+    """Over how many of ``dp`` ranks weights are dealt out; of more than 16 all, those of a node, of eight, or none."""
+    return divisors(dp) if dp <= 16 else sorted({size for size in (1, within, 8 * within, dp) if dp % size == 0})
 
 
-def _ways(base: Choice, tried: Any) -> Iterator[Choice]:
+def _ways(base: Choice, tried: Any, compiled: bool) -> Iterator[Choice]:
     by_fsdp = base.plan.by_fsdp
     schedules: list[tuple[str | None, int | None]] = [(None, None)]
     if base.pp > 1:
-        schedules = [("1f1b", None), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv_zero_bubble", None)]
+        schedules = [("1f1b", None), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
+        if not compiled:  # whose backwards cannot be split
+            schedules.append(("zbv_zero_bubble", None))
     for zero in tried("zero", [1, 2, None] if by_fsdp and base.plan.shards > 1 and base.pp == 1 else [None]):
         for schedule, stages in schedules:
             if schedule not in tried("schedule", [schedule]) or stages not in tried("stages_per_rank", [stages]):

@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from quern.model.config import ModelConfig
 from quern.parallel.planning.schedules import SCHEDULES
+from quern.planner.candidates import Wish
+from quern.planner.hardware import load_hardware
 from quern.planner.memory.kernels import CPU
 from quern.planner.memory.peak import State, moments
+from quern.planner.search import search
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of, write_corpus
 from quern.train.parity.matrix import VOCAB_SIZE
@@ -116,11 +120,13 @@ MORE: Cases = {
 }  # fmt: skip
 FOUR: Cases = {
     "tp": parallel(tp=4) | {"model": MODEL | {"num_kv_heads": 4}}, "fsdp tp": parallel(tp=2, dp_shard=2),
-    "hsdp": parallel("selective", dp_replicate=2, dp_shard=2) | {"global_batch": 8}, "by two": parallel(reshard_after_forward=2) | {"global_batch": 8},
+    "hsdp": parallel("selective", dp_replicate=2, dp_shard=2) | {"global_batch": 8},
+    "by two": parallel(reshard_after_forward=2) | {"global_batch": 8},
     "pipeline fsdp": parallel("selective", pp=2, dp_shard=2) | {"global_batch": 16},
     "pipeline tp": parallel(pp=2, tp=2) | {"global_batch": 8}, "pipeline": parallel(pp=4) | {"global_batch": 16},
     "usp": parallel(cp=4, cp_method="usp", ulysses=2), "keys": parallel("selective", cp=4, cp_method="allgather"),
-    "sequence": parallel(cp=2, tp=2), "sequences": parallel(cp=2, dp_shard=2) | {"global_batch": 8, "document_mask": True},
+    "sequence": parallel(cp=2, tp=2),
+    "sequences": parallel(cp=2, dp_shard=2) | {"global_batch": 8, "document_mask": True},
 }  # fmt: skip
 
 
@@ -140,6 +146,17 @@ def test_other_runs_of_one_process_hold_what_the_planner_says(data: str, tmp_pat
 @pytest.mark.slow
 def test_two_ranks_hold_what_the_planner_says(data: str, tmp_path: Path, kept_ranks: Any) -> None:
     judge_all(TWO, 2, data, tmp_path, kept_ranks)
+
+
+@pytest.mark.slow
+def test_a_planned_config_trains_and_holds_what_was_planned(data: str, tmp_path: Path, kept_ranks: Any) -> None:
+    """The keys that a search chose, for a small model on two ranks, in a run on this machine."""
+    shape = ModelConfig(**MODEL).shape(VOCAB_SIZE)
+    wish = Wish(shape, 2, 8, 64, 8, compiled=False)
+    best = search(wish, State(), load_hardware("h100")).best
+    assert best is not None
+    config = config_of(data, tmp_path, "planned", best.choice.sections(wish))
+    judge(config, 2, [measured for (measured,) in kept_ranks(all_of, 2, [config])])
 
 
 @pytest.mark.long

@@ -227,9 +227,9 @@ def test_the_order_of_a_pipeline_is_made_once_for_all_its_places(monkeypatch: py
 
     monkeypatch.setattr(bubble, "_torch_order", counted)
     bubble.order.cache_clear()
-    plan = step(MeshPlan(pp=4), schedule="interleaved_zero_bubble", num_micro_batches=12)
+    plan = step(MeshPlan(pp=4), schedule="looped_bfs", num_micro_batches=12)
     for rank in range(4):
         assert traffic(plan, rank)
         assert elements_held(plan, rank)
-    bubble.bubble("interleaved_zero_bubble", 4, 2, 12)
+    bubble.bubble("looped_bfs", 4, 2, 12)
     assert len(made) == 1

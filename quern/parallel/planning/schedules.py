@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from typing import Literal, get_args
 
@@ -43,7 +42,6 @@ SCHEDULES: dict[str, ScheduleKind] = {
 assert tuple(SCHEDULES) == get_args(Schedule)
 
 
-@cache
 def why_no_split_backward() -> str | None:
     """Why the torch that is installed cannot run schedules that split the backward pass, or None."""
     found = version("torch")

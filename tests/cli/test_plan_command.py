@@ -1,0 +1,96 @@
+"""``quern plan``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from quern.cli.main import app
+from quern.config import load_config
+from quern.planner.hardware import load_hardware
+from quern.train.config import TrainConfig
+from support.train.command_case import said
+
+SMALL = ("--model", "llama3-8b", "--gpus", "8", "--fix", "pp=1", "--fix", "cp=1", "--fix", "tp=1")
+
+
+def planned(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_a_plan_says_layout_memory_time_and_cost(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = planned(*SMALL, "--tokens", "1T", "--price", "2")
+    assert shown.exit_code == 0, shown.output
+    told = json.loads(said(capfd, "plan", *SMALL, "--tokens", "1T", "--price", "2", "--json"))
+    best, run = told["best"], told["run"]
+    assert sum(best["memory"]["components"].values()) == best["memory"]["needs"] <= best["memory"]["has"]
+    assert sum(best["time"]["parts"].values()) == pytest.approx(best["time"]["seconds"])
+    assert run["gpu_hours"] == pytest.approx(run["days"] * 24 * 8)
+    assert run["dollars"] == pytest.approx(2 * run["gpu_hours"])
+    assert run["steps"] * 512 * 8192 >= 1e12 > (run["steps"] - 1) * 512 * 8192
+    assert f"{run['gpu_hours']:,.0f} GPU-hours" in shown.output
+    assert "Take dp_shard 8" in shown.output
+    for reason in told["reasons"]:
+        assert reason["why"] in shown.output
+
+
+def test_what_does_not_fit_is_said_and_ends_in_1() -> None:
+    shown = planned("--model", "llama3-70b", "--gpus", "8", "--fix", "tp=8")
+    assert shown.exit_code == 1
+    assert "does not fit: tp 8, micro_batch 1, checkpointing full comes closest, and is short by" in shown.output
+
+
+def test_the_config_that_is_written_is_the_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.yaml"
+    assert planned(*SMALL, "--emit", str(path)).exit_code == 0
+    told = json.loads(said(capfd, "plan", *SMALL, "--json"))
+    written = yaml.safe_load(path.read_text())
+    assert written == {"model": {"preset": "llama3-8b"}} | told["best"]["config"]
+    more = ["run_dir=x", "steps=9000", f"data={json.dumps([{'path': 'y', 'weight': 1}])}"]
+    config = load_config(str(path), TrainConfig, more)
+    assert config.parallel.dp_shard == 8
+    assert "exists; expected a new file" in planned(*SMALL, "--emit", str(path)).stderr
+    same = json.loads(said(capfd, "plan", "check", str(path), *more, "--nproc", "8", "--json"))
+    assert same["memory"]["components"] == told["best"]["memory"]["components"]
+    assert same["time"] == told["best"]["time"]
+
+
+def test_a_check_of_what_does_not_fit_ends_in_1(tmp_path: Path) -> None:
+    profile = tmp_path / "small.yaml"
+    profile.write_text(yaml.safe_dump(load_hardware("h100").model_dump(mode="json") | {"memory_gib": 20}))
+    arguments = ["plan", "check", "configs/llama3-8b.yaml", "--gpu", str(profile)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 1
+    assert "does not fit: short by" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "--model: expected one, as llama3-70b"),
+        (("--model", "gpt5"), "--model: preset: expected one of 'debug'"),
+        (("--model", "debug", "--gpu", "h101"), "--gpu: expected one of h100, "),
+        (("--model", "debug", "--fix", "tp"), "--fix: expected key=value with one of checkpointing"),
+        (("--model", "debug", "--fix", "tp=two"), "--fix: tp: expected int, got 'two'"),
+        (("--model", "debug", "--batch", "1000"), "--batch: expected a multiple of --seq-len (8,192 tokens), got 1000"),
+        (("--model", "debug", "--tokens", "many"), "--tokens: expected a number above 0, as 15T or 3e9, got 'many'"),
+        (("--model", "debug", "--fix", "tp=3"), "no layout of 8 GPUs takes 512 sequences of 8,192 tokens a step"),
+        (("--model", "debug", "--float8", "e8"), "--float8: expected one of tensorwise, rowwise, blockwise, got 'e8'"),
+    ],
+)
+def test_what_is_refused(arguments: tuple[str, ...], complaint: str) -> None:
+    shown = planned(*arguments)
+    assert shown.exit_code == 2
+    assert complaint in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_a_check_refuses_what_a_run_refuses(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["plan", "check", "configs/llama3-8b.yaml", "parallel.tp=3", "--nproc", "12"])
+    assert shown.exit_code == 2
+    assert "parallel.tp: expected a divisor" in shown.stderr

@@ -1,0 +1,209 @@
+"""The search against a plain one: every combination as a training config, checked as a run is, without pruning."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import yaml
+
+from quern.errors import InputError
+from quern.model.config import ModelConfig
+from quern.parallel.planning import bubble
+from quern.planner.answer import answer
+from quern.planner.candidates import Choice, Wish, candidates, step_of
+from quern.planner.hardware import Hardware, load_hardware, names
+from quern.planner.memory.peak import State
+from quern.planner.search import AS_FAST, GIB, Search, room, search
+from quern.planner.time.estimate import estimate
+from quern.train.config import TrainConfig
+from quern.train.setup import check_settings
+from quern.train.summary import step_of as configured_step
+
+SIZES = {"num_layers": 4, "dim": 512, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 1536}
+VOCAB = 4096
+
+
+def wish_of(gpus: int = 4, batch: int = 8, seq_len: int = 8192, **more: Any) -> Wish:
+    return Wish(ModelConfig(**SIZES, **more).shape(VOCAB), gpus, 8, seq_len, batch)
+
+
+def small(memory_gib: float) -> Hardware:
+    return load_hardware("h100").model_copy(update={"memory_gib": memory_gib, "reserved_gib": 0.1})
+
+
+def config_of(choice: Choice, wish: Wish) -> TrainConfig:
+    more = {"run_dir": "x", "data": [{"path": "y", "weight": 1}], "steps": 5000, "device": "cuda", "model": SIZES}
+    return TrainConfig.model_validate(more | choice.sections(wish))
+
+
+def every(wish: Wish) -> list[Choice]:
+    """Every combination of values that a training run takes."""
+    found = []
+    values: dict[str, tuple[Any, ...]] = {
+        "tp": (1, 2, 4), "pp": (1, 2, 4), "cp": (1, 2), "dp_replicate": (1, 2, 4), "dp_shard": (1, 2, 4),
+        "zero": (None, 1, 2), "schedule": (None, "1f1b", "interleaved_1f1b"), "stages_per_rank": (None, 2, 4),
+        "micro_batch": (1, 2, 4, 8), "checkpointing": ("none", "selective", "full"),
+    }  # fmt: skip
+    for row in itertools.product(*values.values()):
+        choice = Choice(**dict(zip(values, row, strict=True)))
+        if choice.plan.world_size != wish.gpus or (choice.pp > 1) != (choice.schedule is not None):
+            continue
+        if choice.stages_per_rank is None and choice.schedule == "interleaved_1f1b":
+            continue  # which is 2
+        if choice.pp > 1 and choice.zero == 1:
+            continue  # what a pipeline does anyway
+        try:
+            check_settings(config_of(choice, wish), wish.gpus, VOCAB)
+        except (InputError, ValueError):
+            continue
+        found.append(choice)
+    return found
+
+
+@pytest.fixture(scope="module")
+def legal() -> list[Choice]:
+    return every(wish_of())
+
+
+def test_all_layouts_that_a_run_takes_are_looked_at(legal: list[Choice]) -> None:
+    assert len(legal) > 100
+    assert sorted(map(str, candidates(wish_of()))) == sorted(map(str, legal))
+
+
+@pytest.mark.parametrize("memory_gib", [80.0, 1.2, 0.9])
+def test_none_is_faster_than_the_best(legal: list[Choice], memory_gib: float) -> None:
+    wish, hardware, state = wish_of(), small(memory_gib), State(documents=True)
+    times = {}
+    for choice in legal:
+        step = step_of(choice, wish)
+        if not room(step, state, hardware).short:
+            times[choice] = estimate(step, hardware).seconds
+    assert 0 < len(times) < len(legal) or memory_gib == 80
+    found = search(wish, state, hardware)
+    assert {one.choice for one in found.fitting} == set(times)
+    assert found.best is not None
+    assert found.best.time is not None
+    assert found.fitting[0].time is not None
+    assert found.fitting[0].time.seconds == min(times.values())
+    assert found.best.time.seconds <= (1 + AS_FAST) * min(times.values())
+
+
+def test_of_layouts_that_do_not_fit_the_nearest_is_told() -> None:
+    wish, state, hardware = wish_of(), State(documents=True), small(0.2)
+    found = search(wish, state, hardware)
+    assert not found.fitting
+    assert found.best is not None
+    short = [room(step_of(choice, wish), state, hardware).short for choice in candidates(wish)]
+    assert found.best.room.short == min(short)
+    told = answer(wish, hardware, found, 1e9)
+    assert not told["fits"]
+    assert told["run"] is None
+    assert any("is short by" in reason["why"] for reason in told["reasons"])
+
+
+def test_reasons_name_the_best_with_another_value() -> None:
+    found = search(wish_of(), State(documents=True), small(1.2))
+    assert found.best is not None
+    for name in ("tp", "micro_batch", "checkpointing"):
+        other = found.without(name)
+        assert other is not None
+        assert getattr(other.choice, name) != getattr(found.best.choice, name)
+        faster = [one for one in found.fitting if one.time.seconds < other.time.seconds]  # type: ignore[union-attr]
+        assert all(getattr(one.choice, name) == getattr(found.best.choice, name) for one in faster)
+
+
+def test_pareto_layouts_are_not_dominated() -> None:
+    found = search(wish_of(), State(documents=True), small(80))
+    assert len(found.pareto) > 1
+    for one in found.pareto:
+        assert one.time is not None
+        for other in found.fitting:
+            assert other.time is not None
+            faster = other.time.seconds < one.time.seconds
+            assert not (faster and other.room.needs <= one.room.needs)
+
+
+def test_the_config_says_the_same_step_as_the_search() -> None:
+    wish = wish_of()
+    for choice in list(candidates(wish))[::37]:
+        config = config_of(choice, wish)
+        layout = check_settings(config, wish.gpus, VOCAB)
+        planned, configured = step_of(choice, wish), configured_step(config, wish.shape, layout)
+        for name in ("num_micro_batches", "compute_bytes", "reduce_bytes", "loss_chunk", "gradient_bytes", "plan"):
+            assert getattr(planned, name) == getattr(configured, name), (name, choice)
+        for name in ("reshard_after_forward", "zero", "activation_checkpointing", "schedule", "stages_per_rank",
+                     "micro_batch", "seq_len", "context", "host_state", "compile_backend"):  # fmt: skip
+            assert getattr(planned.layout, name) == getattr(layout, name), (name, choice)
+
+
+def test_a_fixed_value_is_the_only_one() -> None:
+    wish = wish_of()
+    fixed = Wish(wish.shape, 4, 8, wish.seq_len, 8, fixed={"tp": 2, "checkpointing": "full"})
+    found = list(candidates(fixed))
+    assert {(one.tp, one.checkpointing) for one in found} == {(2, "full")}
+    assert set(found) == {one for one in candidates(wish) if (one.tp, one.checkpointing) == (2, "full")}
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_figure_of_a_profile_has_a_source(name: str) -> None:
+    profile = load_hardware(name)
+    figures = set(Hardware.model_fields) - {"title", "sources"}
+    assert figures <= set(profile.sources), figures - set(profile.sources)
+
+
+def test_a_profile_may_be_a_file(tmp_path: Any) -> None:
+    path = tmp_path / "own.yaml"
+    own = load_hardware("h100").model_dump(mode="json") | {"memory_gib": 12.5}
+    path.write_text(yaml.safe_dump(own))
+    assert load_hardware(str(path)).memory_gib == 12.5
+    path.write_text(yaml.safe_dump(own | {"memory_gib": -1}))
+    with pytest.raises(InputError, match=r"own\.yaml: memory_gib"):
+        load_hardware(str(path))
+    with pytest.raises(InputError, match="expected one of .*h100"):
+        load_hardware("h101")
+
+
+def test_interleaved_stages_run_in_torchs_order() -> None:
+    """Of which the planner has its own, as it asks for thousands."""
+    for pp, stages, batches in ((2, 2, 8), (4, 2, 8), (4, 3, 12), (8, 4, 24), (3, 2, 7), (2, 3, 1)):
+        if bubble.check_micro_batches("interleaved_1f1b", pp, pp * stages, batches):
+            continue
+        of_torch = [
+            [
+                bubble._action(part)
+                for action in actions
+                if action is not None
+                for part in action.sub_actions or (action,)
+            ]
+            for _, actions in sorted(bubble._torch_order("interleaved_1f1b", pp, stages, batches).items())
+        ]
+        assert bubble.order("interleaved_1f1b", pp, stages, batches) == of_torch
+
+
+def published(found: Search, **wanted: Any) -> list[int]:
+    """Places of layouts with these values among those that fit."""
+    return [
+        number for number, one in enumerate(found.fitting)
+        if all(getattr(one.choice, name) == value for name, value in wanted.items())
+    ]  # fmt: skip
+
+
+def test_70b_does_not_fit_on_a_node_and_fits_on_32() -> None:
+    """16 bytes a parameter are 1.13 TB, and eight GPUs have 0.64 TB."""
+    shape, hardware = ModelConfig(preset="llama3-70b").shape(128_256), load_hardware("h100")
+    alone = search(Wish(shape, 8, 8, 8192, 512), State(documents=True), hardware)
+    assert not alone.fitting
+    assert alone.best is not None
+    assert 16 * shape.num_parameters / 8 - hardware.memory_gib * GIB < alone.best.room.short
+    many = search(Wish(shape, 256, 8, 8192, 512, fixed={"pp": 1}), State(documents=True), hardware)
+    assert published(many, tp=8, dp_shard=32)
+
+
+@pytest.mark.long
+def test_of_405b_on_16384_the_published_layout_is_among_the_best() -> None:
+    """Grattafiori et al. 2024, table 4: TP 8, PP 16, DP 128."""
+    shape = ModelConfig(preset="llama3-405b").shape(128_256)
+    found = search(Wish(shape, 16_384, 8, 8192, 2048), State(documents=True), load_hardware("h100"))
+    assert published(found, tp=8, pp=16, cp=1)[0] < 5
