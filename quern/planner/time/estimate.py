@@ -18,11 +18,9 @@ The slowest rank's parts are shown; ``bubble`` is where it waits for others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from quern.parallel.planning.host_state import host_state
-from quern.parallel.planning.stages import stage_layers
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import elements_held, traffic
 from quern.parallel.planning.weights import alike
@@ -65,21 +63,15 @@ class _Rank:
 
 def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     """How long a step takes; ``moment_bytes``: of an element of one of Adam's moments."""
-    plan, number = step.plan, step.num_micro_batches
-    layers = _layers(step.shape, step.layout.num_stages, step.layout.seq_len, step.layout.stage_layers)
-    # told, so that nobody cuts again
-    layout = replace(step.layout, stage_layers=tuple(map(len, layers)))
-    step = replace(step, layout=layout)
+    plan, layout, number = step.plan, step.layout, step.num_micro_batches
+    layers = layout.layers_of_stages(step.shape)
     blocks = {sparse: block(step, hardware, layer) for layer, sparse in _kinds(step)}
     found: dict[tuple[object, ...], _Rank] = {}
     ranks = []
     for place in range(plan.pp):
         stages = layout.stages_of(place) if plan.pp > 1 else (0,)
         # ranks alike are counted once
-        kind = tuple(
-            (stage == 0, stage == len(layers) - 1, tuple((step.shape.is_sparse(n), c) for n, c in alike(step.shape, layers[stage])))
-            for stage in stages
-        )  # fmt: skip
+        kind = tuple((stage == 0, stage == len(layers) - 1, *_numbers(step, layers[stage])) for stage in stages)
         if kind not in found:
             found[kind] = _rank(step, hardware, place, stages, blocks, moment_bytes)
         ranks.append((stages, found[kind]))
@@ -106,7 +98,9 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     return StepTime(whole, parts, tokens, speed, full, causal)
 
 
-_layers = lru_cache(maxsize=256)(stage_layers)
+def _numbers(step: Step, layers: range) -> tuple[int, int]:
+    """How many layers there are, and how many have experts."""
+    return len(layers), sum(map(step.shape.is_sparse, layers))
 
 
 def _kinds(step: Step) -> list[tuple[int, bool]]:
@@ -137,8 +131,8 @@ def _rank(
         compute[stage] = phases
     forward = sum(total(phases.forward) for phases in compute.values())
     backward = sum(total(p.inputs) + total(p.weights) + total(p.again) for p in compute.values())
-    sent = _messages(step, hardware, rank, forward, backward, compute)
     count = sum(len(layers[stage]) for stage in stages)
+    sent = _messages(step, hardware, rank, count, forward, backward, compute)
     for stage, phases in compute.items():
         share = len(layers[stage]) / count
         more = [share * total(by_part) for by_part in (sent.forward, sent.inputs, sent.weights)]
@@ -157,7 +151,13 @@ def _rank(
 
 
 def _messages(
-    step: Step, hardware: Hardware, rank: int, forward: float, backward: float, compute: Mapping[int, Phases]
+    step: Step,
+    hardware: Hardware,
+    rank: int,
+    blocks: int,
+    forward: float,
+    backward: float,
+    compute: Mapping[int, Phases],
 ) -> Phases:
     """What a rank's messages add to a micro-batch's forward and backward, and, as ``again``, after the last one;
     ``forward`` and ``backward``: its compute meanwhile."""
@@ -197,7 +197,7 @@ def _messages(
     elif not layout.adds_gradients(step.plan):  # one process, or DDP
         size = elements_held(step, rank) * (step.compute_bytes + 2 * step.gradient_bytes)
         _spread(sent, "copies", moved(hardware, size), 0)
-    _expose(step, sent, gathers, scatters, reduces, forward, backward)
+    _expose(step, sent, blocks, gathers, scatters, reduces, forward, backward)
     return sent
 
 
@@ -218,12 +218,20 @@ class _Flow:
 
 
 def _expose(
-    step: Step, sent: Phases, gathers: _Flow, scatters: _Flow, reduces: _Flow, forward: float, backward: float
+    step: Step,
+    sent: Phases,
+    blocks: int,
+    gathers: _Flow,
+    scatters: _Flow,
+    reduces: _Flow,
+    forward: float,
+    backward: float,
 ) -> None:
-    """Data-parallel messages beside compute: per pass the sum over blocks, which are alike."""
+    """Data-parallel messages beside compute: per pass the sum over a rank's ``blocks``, which are alike."""
     layout, number = step.layout, step.num_micro_batches
     kept = layout.reshard_after_forward is False
-    passes = 1 if kept and step.plan.pp == 1 else number  # forwards of a step that gather
+    # forwards of a step that gather: where weights are kept, as often as one block is gathered
+    passes = max(1, min(number, gathers.calls // blocks)) if kept else number
     in_forward = gathers.seconds * (1.0 if kept else 0.5)
     in_backward = gathers.seconds - in_forward
     by_micro_batch = step.plan.pp == 1 and layout.zero != 1
@@ -232,9 +240,9 @@ def _expose(
         in_backward += scatters.seconds
     else:
         last += scatters.seconds
-    name = "dp messages"
-    _spread(sent, name, (_beside(in_forward, forward * passes) + gathers.one * passes) / number, 1)
-    _spread(sent, name, (_beside(in_backward, backward * number) + scatters.one * number * by_micro_batch) / number, 0)
+    name, first, final = "dp messages", min(in_forward, gathers.one * passes), scatters.one * number * by_micro_batch
+    _spread(sent, name, (_beside(in_forward - first, forward * passes) + first) / number, 1)
+    _spread(sent, name, (_beside(in_backward - final, backward * number) + final) / number, 0)
     if last:
         ends = max(reduces.one, 0.0 if by_micro_batch else scatters.one)
         sent.again[name] = sent.again.get(name, 0.0) + _beside(last - ends, backward) + ends

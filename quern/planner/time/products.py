@@ -86,7 +86,7 @@ def block(step: Step, hardware: Hardware, layer: int) -> Phases:
     """Of one layer; ``again`` with the policy of checkpointing that the layout has.
 
     ``full`` computes the forward again but for its last product, which nothing needs; ``selective`` what products and
-    attention did not give.
+    attention did not give. What a compiler computes again to stay within ``activation_memory_budget`` is not known.
     """
     forward: Seconds = {"products": 0.0, "attention": attention(step, hardware)}
     inputs: Seconds = {"products": 0.0, "attention": 2.5 * forward["attention"]}
@@ -154,8 +154,8 @@ def _linears(step: Step, hardware: Hardware, layer: int) -> Iterator[tuple[str, 
             {"products": forward}, {"products": inputs}, {"products": weights},
         )  # fmt: skip
         if float8:
-            for phase, size in zip(seconds, _casts(step, count * m, count * n, k), strict=True):
-                phase["casts"] = moved(hardware, size, 1)
+            for phase, size in zip(seconds, _casts(step, m, n, k), strict=True):
+                phase["casts"] = moved(hardware, count * size, 1)
         if name == "ffn.experts":  # gate, up and down
             seconds = tuple({part: 3 * value for part, value in phase.items()} for phase in seconds)  # type: ignore[assignment]
         yield name, seconds

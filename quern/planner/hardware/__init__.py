@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -76,6 +77,7 @@ class Hardware(Section):
     """Of each figure where it is from."""
 
 
+@cache
 def _profiles() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(files("quern.planner").joinpath("hardware.yaml").read_text("utf-8"))
     return found
