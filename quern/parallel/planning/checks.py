@@ -287,7 +287,8 @@ def _domains(layout: Layout, task: Task) -> None:
     domain = layout.nvlink_domain or (task.local_ranks if task.cuda else None)
     if domain is None or layout.tp_across_domains:
         return
-    ends = [(first // domain, (first + plan.tp - 1) // domain) for first in range(0, plan.world_size, plan.tp)]
+    until = min(plan.world_size, lcm(plan.tp, domain))  # from there on groups lie as from the first rank on
+    ends = [(first // domain, (first + plan.tp - 1) // domain) for first in range(0, until, plan.tp)]
     if all(first == last for first, last in ends):
         return
     said = f"parallel.nvlink_domain {domain}" if layout.nvlink_domain else f"{domain} ranks a node"
