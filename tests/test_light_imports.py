@@ -35,6 +35,15 @@ PROGRAMS = {
         import quern.lineage.training, quern.cli.lineage.step, quern.cli.lineage.exposure
     """,
     "the names of the package": "import quern; quern.Lineage, quern.ShardReader, quern.InputError",
+    "the search for a layout": """
+        from quern.model.config import ModelConfig
+        from quern.planner.candidates import Wish
+        from quern.planner.hardware import load_hardware
+        from quern.planner.memory.peak import State
+        from quern.planner.search import search
+        found = search(Wish(ModelConfig(preset="1B").shape(1000), 2, 2, 4096, 8), State(), load_hardware("h100"))
+        assert found.best is not None
+    """,
     "a layout, planned and checked": """
         from quern.model.config import ModelConfig
         from quern.parallel.planning.checks import Task, check_layout

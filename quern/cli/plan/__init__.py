@@ -67,9 +67,12 @@ def layouts(
         hardware = hardware.model_copy(update={"dollars_per_hour": price})
     wish = _wish(model, gpus, hardware.node, seq_len, batch, vocab_size, float8, not eager, fix or [])
     state = State(moment_bytes=2 if wish.moments_bf16 else 4, documents=True)
+    whole = None if tokens is None else _number("--tokens", tokens)
+    if emit is not None and os.path.exists(emit):
+        raise InputError(f"{emit}: exists; expected a new file")
     with json_stdout(json) as out:
         found = search(wish, state, hardware)
-        told = answer(wish, hardware, found, None if tokens is None else _number("--tokens", tokens), top)
+        told = answer(wish, hardware, found, whole, top)
         if told["best"] is None:
             raise InputError(
                 f"no layout of {counted(gpus, 'GPU')} takes {wish.global_batch:,} sequences of {seq_len:,} tokens a "
@@ -137,8 +140,6 @@ def _number(name: str, text: str, mega: float = 1e6) -> float:
 
 
 def _write(path: str, config: dict[str, Any], model: str) -> None:
-    if os.path.exists(path):
-        raise InputError(f"{path}: exists; expected a new file")
     text = yaml.safe_dump({"model": {"preset": model}} | config, sort_keys=False)
     storage.publish_bytes(path, f"# Planned by quern plan; add run_dir, data and steps.\n{text}".encode())
 
