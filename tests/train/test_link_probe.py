@@ -82,7 +82,7 @@ def slow_pair(run: str, data: list[str]) -> tuple[list[str], list[Any]]:
     config = case.settings(run, data, global_batch=4, micro_batch=1, steps=12)
     with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
         own, enter = trainer.link_probe, trainer.watchdog.enter
-        own._window, observe = 3, own.observe
+        link_probe.WINDOW, observe = 3, own.observe
 
         def growing(work_s: Any, wait_s: Any) -> None:
             waits.append((work_s.copy(), wait_s.copy()))

@@ -177,9 +177,12 @@ def _known(config: TrainConfig) -> dict[str, Any]:
         "checkpointing_layers": config.activation_checkpointing_layers,
         "memory_budget": config.activation_memory_budget,
         "compile": config.compile.enabled,
-        **config.model_dump(
-            include={"weights_cast", "flash_attention", "document_mask", "seq_len", "micro_batch", "global_batch"}
-        ),
+        "weights_cast": config.weights_cast,
+        "flash_attention": config.flash_attention,
+        "document_mask": config.document_mask,
+        "seq_len": config.seq_len,
+        "micro_batch": config.micro_batch,
+        "global_batch": config.global_batch,
     }
 
 
