@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from quern.planner.candidates import Wish
+from quern.planner.candidates import Choice, Wish
 from quern.planner.hardware import Hardware
 from quern.planner.search import Found, Room, Search
 from quern.planner.time.estimate import StepTime
 from quern.words import size
 
-__all__ = ["answer", "memory_of", "reasons", "row", "time_of"]
+__all__ = ["answer", "memory_of", "name_of", "reasons", "row", "time_of"]
 
 #: Fields of a choice for which the answer says why, with the name in the config.
 WHY = {
@@ -40,9 +40,24 @@ def answer(wish: Wish, hardware: Hardware, found: Search, tokens: float | None, 
 def row(found: Found, wish: Wish) -> dict[str, Any]:
     """One layout: what it is, what it needs where it needs most, how long a step takes."""
     return {
-        "layout": asdict(found.choice), "micro_batches": found.step.num_micro_batches,
+        "name": name_of(found.choice), "layout": asdict(found.choice), "micro_batches": found.step.num_micro_batches,
         "memory": memory_of(found.room), "time": None if found.time is None else time_of(found.time),
     }  # fmt: skip
+
+
+def name_of(choice: Choice) -> str:
+    """``tp 8 × pp 2 (1f1b) × dp_shard 16, micro_batch 1, checkpointing selective``."""
+    axes = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
+    sizes = {axis: f"{axis} {getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1}
+    if choice.pp > 1:
+        stages = f", {choice.stages_per_rank} stages a rank" if choice.stages_per_rank else ""
+        sizes["pp"] += f" ({choice.schedule}{stages})"
+    name = " × ".join(sizes.values()) or "one rank"
+    name += f", of these ep {choice.ep}" if choice.ep > 1 else ""
+    if choice.plan.shards > 1 and choice.pp == 1:
+        name += f", zero {choice.zero or 3}"
+    host = ", state on the host" if choice.host_state else ""
+    return f"{name}, micro_batch {choice.micro_batch}, checkpointing {choice.checkpointing}{host}"
 
 
 def memory_of(room: Room) -> dict[str, Any]:

@@ -53,13 +53,17 @@ def layouts(
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU-hour; by default the profile's.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts that are listed.")] = 8,
+    explain: Annotated[bool, typer.Option("--explain", help="Walk through the arithmetic of the best layout.")] = False,
+    html: Annotated[str | None, typer.Option(help="Write the plan as a page to this file.")] = None,
     emit: Annotated[str | None, typer.Option(help="Write the best layout's keys to this file, as a config.")] = None,
     json: bool = JSON,
 ) -> None:
     """Look at every layout of a model on a cluster: whether it fits, and how long a step takes."""
     from quern.planner.answer import answer
+    from quern.planner.explain import explain as explained
     from quern.planner.hardware import load_hardware
     from quern.planner.memory.peak import State
+    from quern.planner.page import render
     from quern.planner.search import search
 
     hardware = load_hardware(gpu)
@@ -80,9 +84,17 @@ def layouts(
             )
         if emit is not None:
             _write(emit, told["best"]["config"], model)
+        best = found.best
+        assert best is not None
+        if explain:
+            told["explained"] = explained(best.step, hardware, best.room, best.time, state.moment_bytes)
+        if html is not None:
+            storage.publish_bytes(html, render(told, found, wish, state, hardware).encode())
         out(told)
         if not json:
             _print(told, out_console())
+            for line in told.get("explained", ()):
+                out_console().print(f"\n{line[2:]}" if line.startswith("# ") else line, markup=False, soft_wrap=True)
             if emit is not None:
                 err_console().print(plain(f"{emit}: written; add data, steps and run_dir"), markup=False)
     if not told["fits"]:
@@ -156,9 +168,9 @@ def _print(told: dict[str, Any], console: Console) -> None:
     console.print(table)
     memory = best["memory"]
     if told["fits"]:
-        say(f"\n{told['fitting']:,} layouts fit. Take {_name(best['layout'])}")
+        say(f"\n{told['fitting']:,} layouts fit. Take {best['name']}")
     else:
-        say(f"\ndoes not fit: {_name(best['layout'])} comes closest, and is short by {size(memory['short'])}")
+        say(f"\ndoes not fit: {best['name']} comes closest, and is short by {size(memory['short'])}")
     _print_parts(best, memory["place"] if best["layout"]["pp"] > 1 else None, console)
     say("\nwhy this layout: the best one with another value of")
     for reason in told["reasons"]:
@@ -195,22 +207,9 @@ def _print_parts(told: dict[str, Any], place: int | None, console: Console) -> N
     console.print(parts)
 
 
-def _name(layout: dict[str, Any]) -> str:
-    """``tp 8 × pp 2 (1f1b) × dp_shard 16, micro_batch 1, checkpointing selective``."""
-    parts = [f"{axis} {layout[axis]}" for axis in ("tp", "pp", "cp", "dp_shard", "dp_replicate") if layout[axis] > 1]
-    if layout["pp"] > 1:
-        stages = f", {layout['stages_per_rank']} stages a rank" if layout["stages_per_rank"] else ""
-        parts[parts.index(f"pp {layout['pp']}")] += f" ({layout['schedule']}{stages})"
-    name = " × ".join(parts) or "one rank"
-    name += f", of these ep {layout['ep']}" if layout["ep"] > 1 else ""
-    if layout["dp_shard"] * layout["cp"] > 1 and layout["pp"] == 1:
-        name += f", zero {layout['zero'] or 3}"
-    return f"{name}, micro_batch {layout['micro_batch']}, checkpointing {layout['checkpointing']}"
-
-
 def _cells(one: dict[str, Any]) -> list[str]:
     memory, time = one["memory"], one["time"]
-    found = [_name(one["layout"]), size(memory["needs"])]
+    found = [one["name"], size(memory["needs"])]
     if time is None:
         return [*found, "", "", "", ""]
     bubble = time["parts"].get("bubble", 0.0) / time["seconds"]

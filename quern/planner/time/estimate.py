@@ -49,6 +49,8 @@ class StepTime:
     """Share of the BF16 peak, in FP8 too, that the model's FLOPs are, recomputation not counted."""
     mfu_causal: float
     """The same with the half of the attention matrix that is used."""
+    stages: Sequence[tuple[float, float, float, float]] = ()
+    """[s] Of a micro-batch in each stage of a pipeline: forward, backward whole, for inputs, for weights."""
 
 
 @dataclass
@@ -76,10 +78,11 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
             found[kind] = _rank(step, hardware, place, stages, blocks, moment_bytes)
         ranks.append((stages, found[kind]))
     slowest = max((rank for _, rank in ranks), key=lambda rank: total(rank.busy) + total(rank.after))
+    times: list[tuple[float, float, float, float]] = []
     if plan.pp == 1:
         working = total(slowest.busy)
     else:
-        times: list[tuple[float, float, float, float]] = [(0.0, 0.0, 0.0, 0.0)] * len(layers)
+        times = [(0.0, 0.0, 0.0, 0.0)] * len(layers)
         for stages, rank in ranks:
             for stage, own in zip(stages, rank.times.values(), strict=True):
                 times[stage] = own
@@ -95,7 +98,7 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     full, causal = (
         step.shape.flops_per_token(layout.seq_len, causal=causal) * speed / hardware.flops for causal in (False, True)
     )
-    return StepTime(whole, parts, tokens, speed, full, causal)
+    return StepTime(whole, parts, tokens, speed, full, causal, tuple(times))
 
 
 def _numbers(step: Step, layers: range) -> tuple[int, int]:

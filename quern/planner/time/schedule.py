@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from quern.parallel.planning.bubble import order
 
-__all__ = ["KINDS", "makespan"]
+__all__ = ["KINDS", "makespan", "timeline"]
 
 KINDS = "FBIW"
 """Of work, in the order in which a stage's times are given: forward, backward whole, for inputs, for weights."""
@@ -40,6 +41,30 @@ def _line(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) 
                 places[rank] += 1
         assert len(line) > before, "the order waits for itself"
     return line
+
+
+class Item(NamedTuple):
+    """A rank's work on one micro-batch in one stage."""
+
+    rank: int
+    stage: int
+    kind: str
+    start: float
+    end: float
+
+
+def timeline(
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, times: Sequence[Sequence[float]], hop: float
+) -> list[Item]:
+    """When each rank does what, in seconds; see :func:`makespan`."""
+    clocks, ends, found = [0.0] * pp, list[float](), list[Item]()
+    for rank, slot, need in _line(schedule, pp, stages_per_rank, num_micro_batches):
+        stage, kind = divmod(slot, 4)
+        start = max(clocks[rank], ends[need] + hop if need >= 0 else 0.0)
+        clocks[rank] = start + times[stage][kind]
+        ends.append(clocks[rank])
+        found.append(Item(rank, stage, KINDS[kind], start, clocks[rank]))
+    return found
 
 
 def makespan(

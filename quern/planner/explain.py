@@ -1,0 +1,140 @@
+"""Walks through the arithmetic of a layout, with every number in it, so that a reader can do it again by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quern.parallel.planning.bubble import bubble
+from quern.parallel.planning.step import Step
+from quern.parallel.planning.traffic import elements_held, traffic
+from quern.planner.hardware import Hardware
+from quern.planner.memory.activations import block
+from quern.planner.memory.kernels import CUDA
+from quern.planner.search import GIB, Room
+from quern.planner.time.estimate import StepTime
+
+__all__ = ["explain"]
+
+
+def explain(step: Step, hardware: Hardware, room: Room, time: StepTime | None, moment_bytes: int = 4) -> list[str]:
+    """Lines of text; a title begins with ``# ``. ``time``: None where the layout does not fit."""
+    rank = room.place * (step.plan.world_size // step.plan.pp)
+    parts = [_state(step, rank, moment_bytes), _activations(step, room), _memory(room), _traffic(step, rank)]
+    if step.plan.pp > 1:
+        parts.append(_bubble(step))
+    if time is not None:
+        parts.append(_time(step, hardware, time))
+    return [line for part in parts for line in part]
+
+
+def _state(step: Step, rank: int, moment_bytes: int) -> Iterator[str]:
+    shape, plan, gradient = step.shape, step.plan, step.gradient_bytes
+    number, each = shape.num_parameters, step.reduce_bytes + 2 * moment_bytes + step.gradient_bytes
+    yield "# Model state"
+    yield (
+        f"A parameter takes {step.reduce_bytes} bytes for its master, {moment_bytes} for each of Adam's two moments "
+        f"and {gradient} for its gradient: {each}. (With weights and gradients in BF16 and FP32 copies it is 16 too: "
+        "Rajbhandari et al. 2020, section 3.1.)"
+    )
+    yield f"{number:,} parameters × {each} = {number * each / 1e9:,.1f} GB for the whole model."
+    ways = " × ".join(
+        f"{name} {value}" for name, value in (("dp_shard × cp", plan.shards), ("tp", plan.tp), ("pp", plan.pp))
+        if value > 1
+    )  # fmt: skip
+    own = elements_held(step, rank)
+    split = f"Split over {ways}, a" if ways else "A"
+    yield f"{split} rank holds {own:,} parameters: {own:,} × {each} = {own * each / GIB:,.2f} GiB."
+
+
+def _activations(step: Step, room: Room) -> Iterator[str]:
+    shape, plan, layout = step.shape, step.plan, step.layout
+    layer = shape.num_layers - 1
+    yield "# Activations"
+    yield (
+        f"A micro-batch has {layout.micro_batch} × {layout.seq_len:,} tokens"
+        + (f" / cp {plan.cp}" if plan.cp > 1 else "")
+        + f" = {step.tokens:,}. With checkpointing {layout.activation_checkpointing} a block keeps for its backward:"
+    )
+    kept = [one for one in block(step, layer, CUDA) if one.size]
+    for one in kept:
+        yield f"  {one.what}: {one.size / step.tokens:,.0f} bytes a token, {one.size / 2**20:,.1f} MiB"
+    total = sum(one.size for one in kept)
+    layers = [len(stage) for stage in layout.layers_of_stages(shape)]
+    mine = sum(layers[stage] for stage in layout.stages_of(room.place)) if plan.pp > 1 else shape.num_layers
+    yield f"Together {total / 2**20:,.1f} MiB; a rank has {mine} blocks: {mine * total / GIB:,.2f} GiB a micro-batch."
+    if plan.pp > 1:
+        yield (
+            f"Place {room.place} of the pipeline has several micro-batches under way at a time (with 1f1b at most "
+            f"pp − place = {plan.pp - room.place}); with last norm, loss and messages it is "
+            f"{_gib(room.components.get('activations', 0))}."
+        )
+    else:
+        yield f"With last norm and loss: {_gib(room.components.get('activations', 0))}."
+
+
+def _memory(room: Room) -> Iterator[str]:
+    yield "# The most that a rank holds"
+    yield " + ".join(f"{name} {size / GIB:,.2f}" for name, size in room.components.items())
+    verdict = f"{_gib(room.has - room.needs)} are left" if not room.short else f"{_gib(room.short)} are missing"
+    yield f"= {room.needs / GIB:,.2f} GiB of {room.has / GIB:,.2f} GiB: {verdict}."
+
+
+def _traffic(step: Step, rank: int) -> Iterator[str]:
+    rows = traffic(step, rank)
+    if not rows:
+        return
+    yield "# What a rank sends in a step"
+    yield (
+        "Over a ring of N ranks a gather or a scatter of M bytes sends (N − 1)/N · M, an all-reduce twice that, a send "
+        "M (Patarasuk & Yuan 2009). FSDP2 gathers weights for forward and, with ZeRO 3, again for backward, and "
+        "scatters gradients: half more than the all-reduce of DDP where all are of one size."
+    )
+    for row in rows:
+        times = {"all_reduce": f"2 · {row.ranks - 1}/{row.ranks} · ", "send": ""}.get(
+            row.collective, f"{row.ranks - 1}/{row.ranks} · "
+        )
+        if row.away is not None:  # parts that differ
+            times = "of it to others, of "
+        yield (
+            f"  {row.what} ({row.axis}, {row.calls:,} × {row.collective.replace('_', '-')}): {times}"
+            f"{row.payload / 1e9:,.3f} GB = {row.sent / 1e9:,.3f} GB"
+        )
+    yield f"Together {sum(row.sent for row in rows) / 1e9:,.3f} GB."
+
+
+def _bubble(step: Step) -> Iterator[str]:
+    stages, number, layout = step.plan.pp, step.num_micro_batches, step.layout
+    yield "# Bubble"
+    share = (stages - 1) / (stages - 1 + number)
+    yield (
+        f"With S = {stages} equal stages and M = {number} micro-batches 1f1b waits (S − 1)/(S − 1 + M) = {share:.2%} "
+        "of a step."
+    )
+    if layout.scheduling != "1f1b":
+        found = bubble(layout.scheduling, stages, layout.num_stages // stages, number)
+        yield f"{layout.scheduling} with {layout.num_stages // stages} stages a rank, simulated: {found:.2%}."
+
+
+def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
+    shape, length = step.shape, step.layout.seq_len
+    attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * length
+    full = shape.flops_per_token(length, causal=False)
+    matmul = round((full - attention) / 6)
+    tokens, gpus = time.tokens, step.plan.world_size
+    yield "# Time"
+    yield (
+        f"A token costs 6 FLOP for each of {matmul:,} parameters of blocks and head that it uses, and 12 · layers "
+        f"{shape.num_layers} · heads {shape.num_heads} · {shape.head_dim} · tokens {length:,} = {attention:.4g} for "
+        f"attention: {full:.4g} FLOP. (Of attention's, half are needed: its causal half.)"
+    )
+    best = full * tokens / gpus / hardware.flops
+    yield (
+        f"{tokens:,} tokens a step on {gpus:,} GPUs of {hardware.flops / 1e12:,.0f} TFLOP/s: at the least {full:.4g} · "
+        f"{tokens:,} / {gpus:,} / {hardware.flops:.4g} = {best:.3f} s."
+    )
+    yield "Planned are " + " + ".join(f"{name} {value:.3f}" for name, value in time.parts.items() if value >= 0.0005)
+    yield f"= {time.seconds:.3f} s; MFU = {best:.3f} / {time.seconds:.3f} = {time.mfu_full:.1%}."
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:,.2f} GiB"

@@ -1,0 +1,113 @@
+"""``quern plan --explain``: the sums that are told, done again from the numbers that are told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from quern.model.config import ModelConfig
+from quern.planner.candidates import Choice, Wish, step_of
+from quern.planner.explain import explain
+from quern.planner.hardware import load_hardware
+from quern.planner.memory.peak import State
+from quern.planner.search import room
+from quern.planner.time.estimate import estimate
+
+NUMBER = r"([\d,]+(?:\.\d+)?(?:e[+-]?\d+)?)"
+
+
+def value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def lines_of(choice: Choice, gpus: int) -> dict[str, list[str]]:
+    wish = Wish(ModelConfig(preset="llama3-8b").shape(128_256), gpus, 8, 8192, 512)
+    step, hardware = step_of(choice, wish), load_hardware("h100")
+    found: dict[str, list[str]] = {}
+    for line in explain(step, hardware, room(step, State(), hardware), estimate(step, hardware)):
+        if line.startswith("# "):
+            found[line[2:]] = lines = []
+        else:
+            lines.append(line)
+    return found
+
+
+@pytest.fixture(params=["fsdp", "pipeline", "tp"])
+def told(request: Any) -> dict[str, list[str]]:
+    of = {
+        "fsdp": (Choice(dp_shard=8, checkpointing="selective"), 8),
+        "pipeline": (Choice(pp=4, dp_shard=4, schedule="interleaved_1f1b", stages_per_rank=2), 16),
+        "tp": (Choice(tp=2, dp_shard=4, zero=2, micro_batch=2), 8),
+    }  # fmt: skip
+    return lines_of(*of[request.param])
+
+
+def test_state_is_16_bytes_a_parameter(told: dict[str, list[str]]) -> None:
+    bytes_, whole, share = told["Model state"]
+    pattern = r"(\d+) bytes for its master, (\d+) for each .* and (\d+) for its gradient: (\d+)"
+    master, moment, gradient, each = map(int, re.search(pattern, bytes_).groups())  # type: ignore[union-attr]
+    assert master + 2 * moment + gradient == each == 16
+    number, times, gigabytes = map(value, re.findall(NUMBER, whole)[:3])
+    assert number * times / 1e9 == pytest.approx(gigabytes, abs=0.06)
+    assert number == 8_030_261_248  # of Llama 3 8B
+    own, times, gib = (value(text) for text in re.search(f"{NUMBER} × {NUMBER} = {NUMBER} GiB", share).groups())  # type: ignore[union-attr]
+    assert own * times / 2**30 == pytest.approx(gib, abs=0.006)
+
+
+def test_memory_adds_up(told: dict[str, list[str]]) -> None:
+    parts, total = told["The most that a rank holds"]
+    sizes = [value(text.rsplit(" ", 1)[1]) for text in parts.split(" + ")]
+    needs, has, left = map(value, re.findall(NUMBER, total)[:3])
+    assert sum(sizes) == pytest.approx(needs, abs=0.006 * len(sizes))
+    assert abs(has - needs) == pytest.approx(left, abs=0.011)
+
+
+def test_activations_add_up(told: dict[str, list[str]]) -> None:
+    _, *tensors, together, _ = told["Activations"]
+    sizes = [value(re.search(f"{NUMBER} MiB", line)[1]) for line in tensors]  # type: ignore[index]
+    total, blocks, gib = map(value, re.findall(NUMBER, together)[:3])
+    assert sum(sizes) == pytest.approx(total, abs=0.06 * len(sizes))
+    assert total * blocks / 1024 == pytest.approx(gib, abs=0.02)
+
+
+def test_messages_add_up(told: dict[str, list[str]]) -> None:
+    _, *rows, together = told["What a rank sends in a step"]
+    sent = []
+    for row in rows:
+        share, payload, own = re.search(f": (.*?){NUMBER} GB = {NUMBER} GB", row).groups()  # type: ignore[union-attr]
+        factor = 1.0
+        for text in filter(None, share.split(" · ")):
+            over, _, under = text.partition("/")
+            factor *= float(over) / float(under or 1)
+        assert factor * value(payload) == pytest.approx(value(own), abs=0.002), row
+        sent.append(value(own))
+    assert sum(sent) == pytest.approx(value(re.findall(NUMBER, together)[0]), abs=0.001 * len(sent))
+
+
+def test_time_adds_up(told: dict[str, list[str]]) -> None:
+    token, least, planned, total = told["Time"]
+    matmul, *factors = (value(text) for text in re.search(
+        f"each of {NUMBER} .* layers {NUMBER} · heads {NUMBER} · {NUMBER} · tokens {NUMBER} = ", token).groups())  # type: ignore[union-attr]  # fmt: skip
+    attention = 12.0
+    for factor in factors:
+        attention *= factor
+    full = 6 * matmul + attention
+    flops, tokens, gpus, peak, seconds = (value(text) for text in re.search(
+        f"the least {NUMBER} · {NUMBER} / {NUMBER} / {NUMBER} = {NUMBER} s", least).groups())  # type: ignore[union-attr]  # fmt: skip
+    assert flops == pytest.approx(full, rel=1e-3)
+    assert flops * tokens / gpus / peak == pytest.approx(seconds, rel=1e-3)
+    parts = [value(text.rsplit(" ", 1)[1]) for text in planned.removeprefix("Planned are ").split(" + ")]
+    whole, again, same, mfu = (value(text) for text in re.search(
+        f"= {NUMBER} s; MFU = {NUMBER} / {NUMBER} = {NUMBER}%", total).groups())  # type: ignore[union-attr]  # fmt: skip
+    assert sum(parts) == pytest.approx(whole, abs=0.001 * len(parts))
+    assert (again, same) == (seconds, whole)
+    assert 100 * seconds / whole == pytest.approx(mfu, abs=0.06)
+
+
+def test_the_bubble_is_told_for_pipelines() -> None:
+    told = lines_of(Choice(pp=4, dp_shard=4, schedule="interleaved_1f1b", stages_per_rank=2), 16)
+    simple, simulated = (value(re.search(f"{NUMBER}%", line)[1]) for line in told["Bubble"])  # type: ignore[index]
+    assert simple == pytest.approx(100 * 3 / (3 + 128), abs=0.006)
+    assert simulated < simple
