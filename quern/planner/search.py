@@ -119,7 +119,8 @@ def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Sear
         if alike in too_large:  # larger micro-batches of what does not fit need no less
             continue
         step = step_of(choice, wish)
-        ends = sorted({0, choice.pp - 1})  # the first has most micro-batches under way, the last logits
+        # the first has most micro-batches under way, the second may have more layers, the last has logits
+        ends = sorted({0, min(1, choice.pp - 1), choice.pp - 1})
         found = room(step, state, hardware, ends)
         if found.short:
             short.append(Found(choice, step, found, None))

@@ -34,6 +34,12 @@ def test_a_plan_says_layout_memory_time_and_cost(capfd: pytest.CaptureFixture[st
     assert run["dollars"] == pytest.approx(2 * run["gpu_hours"])
     assert run["steps"] * 512 * 8192 >= 1e12 > (run["steps"] - 1) * 512 * 8192
     assert f"{run['gpu_hours']:,.0f} GPU-hours" in shown.output
+    # 419 failures in 54 days on 16,384 GPUs; Young's first-order waste of 10 s saves and 300 s restarts
+    assert run["mtbf_hours"] == pytest.approx(54 * 24 * 16_384 / 419 / 8)
+    mtbf = 3600 * run["mtbf_hours"]
+    assert run["save_interval_s"] == pytest.approx((2 * 10 * mtbf) ** 0.5, rel=0.01)
+    assert run["waste"] == pytest.approx((2 * 10 / mtbf) ** 0.5 + 300 / mtbf, rel=0.02)
+    assert run["days_with_failures"] * (1 - run["waste"]) == pytest.approx(run["days"])
     assert "Take dp_shard 8" in shown.output
     for reason in told["reasons"]:
         assert reason["why"] in shown.output

@@ -86,6 +86,8 @@ def layouts(
             _write(emit, told["best"]["config"], model)
         best = found.best
         assert best is not None
+        if told["run"] is not None:
+            told["run"] |= _failures(told["run"]["days"], gpus)
         if explain:
             told["explained"] = explained(best.step, hardware, best.room, best.time, state.moment_bytes)
         if html is not None:
@@ -178,9 +180,28 @@ def _print(told: dict[str, Any], console: Console) -> None:
     if (run := told["run"]) is not None:
         say(
             f"\n{run['tokens']:,.0f} tokens: {run['steps']:,} steps, {run['days']:,.1f} days, "
-            f"{run['gpu_hours']:,.0f} GPU-hours, ${run['dollars']:,.0f} at ${run['dollars_per_hour']:.2f} an hour, "
-            f"without failures and saves"
+            f"{run['gpu_hours']:,.0f} GPU-hours, ${run['dollars']:,.0f} at ${run['dollars_per_hour']:.2f} an hour"
         )
+        say(
+            f"failures: {run['failures']:,.1f} expected, one in {run['mtbf_hours']:,.1f} hours; with a save every "
+            f"{run['save_interval_s'] / 60:,.1f} minutes saves, restarts and work done again take "
+            f"{run['waste']:.1%}: {run['days_with_failures']:,.1f} days"
+        )
+
+
+def _failures(days: float, gpus: int) -> dict[str, float]:
+    """What failures cost, by the formulas that a run chooses its saves by, with what it assumes before it has seen
+    any."""
+    from quern.train.checkpoint.retention import save_interval as saves
+
+    mtbf = saves.GPU_MTBF_S / gpus
+    interval = saves.best_interval(saves.ASSUMED_COST_S, mtbf)
+    waste = saves.expected_waste(interval, saves.ASSUMED_COST_S, mtbf, restart_s=saves.ASSUMED_RESTART_S)
+    whole = days / (1 - waste)
+    return {
+        "failures": whole * 86_400 / mtbf, "mtbf_hours": mtbf / 3600, "save_interval_s": interval, "waste": waste,
+        "days_with_failures": whole,
+    }  # fmt: skip
 
 
 def _print_parts(told: dict[str, Any], place: int | None, console: Console) -> None:
