@@ -89,7 +89,9 @@ def _worse(best: Found, other: Found) -> str:
     slower = other.time.seconds / best.time.seconds - 1
     needs = other.room.needs - best.room.needs
     memory = f"{size(abs(needs))} {'more' if needs > 0 else 'less'} memory"
-    return f"takes {slower:.1%} longer, with {memory}" if slower > 0.0005 else f"is as fast, with {memory}"
+    if abs(slower) < 0.0005:
+        return f"is as fast, with {memory}"
+    return f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'}, with {memory}"
 
 
 def largest(components: Mapping[str, int], most: int = 2) -> str:

@@ -140,10 +140,10 @@ def _all(wish: Wish) -> Iterator[Choice]:
                     continue
                 dp = wish.gpus // (tp * pp * cp)
                 for shard in tried("dp_shard", _shards(dp, max(wish.node // (tp * cp), 1))):
-                    if dp % shard:
+                    if dp % shard or dp // shard not in tried("dp_replicate", [dp // shard]):
                         continue
                     base = Choice(tp, pp, cp, dp_replicate=dp // shard, dp_shard=shard)
-                    for ep in tried("ep", [size for size in divisors(experts) if shard * cp % size == 0]):
+                    for ep in (size for size in tried("ep", divisors(experts)) if shard * cp % size == 0):
                         yield from _ways(replace(base, ep=ep), tried, wish.compiled)
 
 
@@ -159,7 +159,9 @@ def _ways(base: Choice, tried: Any, compiled: bool) -> Iterator[Choice]:
         schedules = [("1f1b", None), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
         if not compiled:  # whose backwards cannot be split
             schedules.append(("zbv_zero_bubble", None))
-    for zero in tried("zero", [1, 2, None] if by_fsdp and base.plan.shards > 1 and base.pp == 1 else [None]):
+    for zero in [1, 2, None] if by_fsdp and base.plan.shards > 1 and base.pp == 1 else [None]:
+        if zero not in tried("zero", [zero]):
+            continue
         for schedule, stages in schedules:
             if schedule not in tried("schedule", [schedule]) or stages not in tried("stages_per_rank", [stages]):
                 continue

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quern.parallel.planning.host_state import host_state
+from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
 from quern.planner.candidates import Choice, Wish, candidates, step_of
 from quern.planner.hardware import Hardware
@@ -33,6 +35,10 @@ class Room:
     """[bytes] By component, with what the device takes besides."""
     has: int
     """[bytes] Of a GPU."""
+    on_host: int = 0
+    """[bytes] That it needs of the host's memory, with ``optimizer.state: host``."""
+    host_has: int = 0
+    """[bytes] Of the host's memory for a GPU."""
 
     @property
     def needs(self) -> int:
@@ -41,7 +47,7 @@ class Room:
     @property
     def short(self) -> int:
         """Bytes that are missing; 0 = it fits."""
-        return max(0, self.needs - self.has)
+        return max(0, self.needs - self.has, self.on_host - self.host_has)
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,19 @@ def room(step: Step, state: State, hardware: Hardware, places: Iterable[int] | N
     plan, worst = step.plan, None
     each = plan.world_size // plan.pp
     for place in range(plan.pp) if places is None else places:
+        on_host = 0
+        if step.layout.host_state:
+            host = host_state(step, place * each, state.moment_bytes)
+            on_host = host["host"] + host["staging"]
         for name, components in moments(step, state, place * each).items():
             going = sum(components.get(part, 0) for part in COMES_AND_GOES)
             told = components | {
                 "allocator": int(going * hardware.fragmentation),
                 "context and libraries": int(hardware.reserved_gib * GIB),
             }
-            found = Room(place, name, {part: size for part, size in told.items() if size},
-                         int(hardware.memory_gib * GIB))  # fmt: skip
-            if worst is None or found.needs > worst.needs:
+            components = {part: size for part, size in told.items() if size}
+            found = Room(place, name, components, int(hardware.memory_gib * GIB), on_host, int(hardware.host_gib * GIB))
+            if worst is None or (found.short, found.needs) > (worst.short, worst.needs):
                 worst = found
     assert worst is not None
     return worst
@@ -116,12 +126,11 @@ def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Sear
     too_large: set[Choice] = set()
     for choice in candidates(wish):
         alike = replace(choice, micro_batch=1)
-        if alike in too_large:  # larger micro-batches of what does not fit need no less
-            continue
         step = step_of(choice, wish)
-        # the first has most micro-batches under way, the second may have more layers, the last has logits
-        ends = sorted({0, min(1, choice.pp - 1), choice.pp - 1})
-        found = room(step, state, hardware, ends)
+        # larger micro-batches of what does not fit need no less, but where one alone is left
+        if alike in too_large and step.num_micro_batches > 1:
+            continue
+        found = room(step, state, hardware, _telling(step))
         if found.short:
             short.append(Found(choice, step, found, None))
             too_large.add(alike)
@@ -129,7 +138,7 @@ def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Sear
             fitting.append(Found(choice, step, found, estimate(step, hardware)))
     fitting.sort(key=_seconds)
     short.sort(key=lambda one: (one.room.short, one.choice.pp))
-    return Search(_confirmed(fitting, state, hardware), short[:most] + _others(short, most))
+    return Search(fitting, short[:most] + _others(short, most))
 
 
 def _seconds(found: Found) -> float:
@@ -143,15 +152,18 @@ def _plainness(found: Found) -> tuple[int | float, ...]:
     return sum(size > 1 for size in sizes), *sizes, _seconds(found)
 
 
-def _confirmed(fitting: list[Found], state: State, hardware: Hardware) -> list[Found]:
-    """With all places of a pipeline looked at, of the best ones; those that then do not fit are left out."""
-    kept: list[Found] = []
-    for number, one in enumerate(fitting):
-        if number < 50 and one.choice.pp > 2:
-            one = replace(one, room=room(one.step, state, hardware))
-        if not one.room.short:
-            kept.append(one)
-    return kept
+def _telling(step: Step) -> list[int]:
+    """Places of a pipeline of which one needs the most: of those with as many layers the first, which has most
+    micro-batches under way, and the last, which has logits."""
+    layout, pp = step.layout, step.plan.pp
+    if SCHEDULES[layout.scheduling].v_shaped:
+        return list(range(pp))
+    layers = layout.layers_of_stages(step.shape)
+    first: dict[tuple[tuple[int, int], ...], int] = {}
+    for place in range(pp):
+        stages = [layers[stage] for stage in layout.stages_of(place)]
+        first.setdefault(tuple((len(own), sum(map(step.shape.is_sparse, own))) for own in stages), place)
+    return sorted({*first.values(), 0, pp - 1})
 
 
 def _others(short: Sequence[Found], most: int) -> list[Found]:

@@ -34,7 +34,7 @@ from quern.words import counted, size
 
 __all__ = [
     "check_host_memory", "checkpoint_size", "communication", "expert_ranks", "float8", "held_bytes", "host_state",
-    "layout", "moment_bytes", "peak_memory", "pipeline", "sharing", "state_memory", "step_of", "summarise",
+    "layout", "moment_bytes", "peak_memory", "pipeline", "run_state", "sharing", "state_memory", "step_of", "summarise",
 ]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
@@ -83,15 +83,21 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     }
 
 
-def peak_memory(step: Step, config: TrainConfig) -> dict[str, Any]:
-    """The most that a rank holds in a step: at which place of the pipeline and moment, see
-    :mod:`quern.planner.memory.peak`, and bytes by component. Of tensors: what a device takes besides is not in it."""
-    cpu = config.device == "cpu"
-    dense = config.attention == "sdpa" or (config.attention == "auto" and cpu)
-    state = State(
+def run_state(config: TrainConfig) -> State:
+    """What the run keeps beside weights. Attention has a dense mask where it has one on the device that the config
+    names, CUDA for ``auto``."""
+    half = config.device != "cpu" and config.precision in ("bf16", "fp16")
+    dense = config.attention == "sdpa" or (config.attention == "auto" and not half)
+    return State(
         moment_bytes(config), config.doremi.reference is not None, documents=config.document_mask,
         dense_mask=dense and config.document_mask,
     )  # fmt: skip
+
+
+def peak_memory(step: Step, config: TrainConfig) -> dict[str, Any]:
+    """The most that a rank holds in a step: at which place of the pipeline and moment, see
+    :mod:`quern.planner.memory.peak`, and bytes by component. Of tensors: what a device takes besides is not in it."""
+    cpu, state = config.device == "cpu", run_state(config)
     each = step.plan.world_size // step.plan.pp
     found = [(place, *peak(step, state, place * each, CPU if cpu else CUDA)) for place in range(step.plan.pp)]
     place, moment, components = max(found, key=lambda one: sum(one[2].values()))

@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quern.model.config import ModelConfig
+from quern.model.float8.recipe import Recipe
+from quern.model.transformer import Transformer
+from quern.parallel.activation import checkpoint_blocks
+from quern.parallel.planning.float8 import use_float8
 from quern.parallel.planning.schedules import SCHEDULES
-from quern.planner.candidates import Wish
+from quern.planner.candidates import Choice, Wish
+from quern.planner.candidates import step_of as step_of_choice
 from quern.planner.hardware import load_hardware
+from quern.planner.memory.activations import block as planned_block
 from quern.planner.memory.kernels import CPU
 from quern.planner.memory.peak import State, moments
 from quern.planner.search import search
@@ -146,6 +153,40 @@ def test_other_runs_of_one_process_hold_what_the_planner_says(data: str, tmp_pat
 @pytest.mark.slow
 def test_two_ranks_hold_what_the_planner_says(data: str, tmp_path: Path, kept_ranks: Any) -> None:
     judge_all(TWO, 2, data, tmp_path, kept_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "scaling"), [("none", None), ("selective", None), ("none", "tensorwise"), ("none", "blockwise")]
+)
+def test_a_compiled_block_keeps_what_the_planner_says(policy: str, scaling: Any) -> None:
+    """As inductor's partitioner cuts it, which runs without inductor too."""
+    sizes = {"num_layers": 1, "dim": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "ffn_dim": 1792}
+    tokens, recipe = 256, None if scaling is None else Recipe(scaling)
+    shape = ModelConfig(**sizes).shape(VOCAB_SIZE)
+    model = Transformer(shape, compute_dtype=torch.bfloat16)
+    block = model.blocks["0"].to(torch.bfloat16)
+    if recipe is not None:
+        use_float8(model, recipe)
+    checkpoint_blocks([block], policy)
+    torch._dynamo.reset()
+    block.compile(backend="aot_eager_decomp_partition")
+    x_BLD = torch.randn(1, tokens, 512, dtype=torch.bfloat16, requires_grad=True)
+    turn, _ = model.rotation_and_mask(torch.zeros(1, tokens, dtype=torch.long), x_BLD, None, None)
+    saved = block(x_BLD, turn, None).grad_fn.saved_tensors
+    there = {p.untyped_storage()._cdata for p in block.parameters()}
+    there |= {part.untyped_storage()._cdata for part in (turn.cos_BL1R, turn.sin_BL1R)}
+    matrices = {
+        (*sizes_of[::way],) for sizes_of in map(tuple, (p.shape for p in block.parameters())) for way in (1, -1)
+    }
+    kept = {
+        part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in saved
+        if part.untyped_storage()._cdata not in there and tuple(part.shape) not in matrices
+    }  # fmt: skip
+    wish = Wish(shape, 1, 8, tokens, 1, float8=recipe)
+    step = step_of_choice(Choice(checkpointing=policy), wish)
+    told = sum(one.size for one in planned_block(step, 0, CPU))
+    assert 0.99 * sum(kept.values()) < told < 1.1 * sum(kept.values())
 
 
 @pytest.mark.slow

@@ -138,12 +138,45 @@ def test_the_config_says_the_same_step_as_the_search() -> None:
             assert getattr(planned.layout, name) == getattr(layout, name), (name, choice)
 
 
-def test_a_fixed_value_is_the_only_one() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tp", 2), ("pp", 2), ("cp", 2), ("dp_replicate", 2), ("dp_shard", 2), ("zero", 2), ("schedule", "1f1b"),
+     ("stages_per_rank", 2), ("micro_batch", 2), ("checkpointing", "full")],
+)  # fmt: skip
+def test_a_fixed_value_is_the_only_one(name: str, value: Any) -> None:
     wish = wish_of()
-    fixed = Wish(wish.shape, 4, 8, wish.seq_len, 8, fixed={"tp": 2, "checkpointing": "full"})
-    found = list(candidates(fixed))
-    assert {(one.tp, one.checkpointing) for one in found} == {(2, "full")}
-    assert set(found) == {one for one in candidates(wish) if (one.tp, one.checkpointing) == (2, "full")}
+    fixed = Wish(wish.shape, 4, 8, wish.seq_len, 8, fixed={name: value})
+    found = set(candidates(fixed))
+    assert found == {one for one in candidates(wish) if getattr(one, name) == value}
+    assert found
+
+
+def test_a_fixed_number_of_ranks_of_experts_divides_the_shards() -> None:
+    shape = ModelConfig(preset="qwen3-30b-a3b").shape(VOCAB)
+    fixed = {"pp": 1, "cp": 1, "tp": 1, "ep": 8}
+    found = list(candidates(Wish(shape, 16, 8, 8192, 512, fixed=fixed)))
+    assert found
+    assert all(one.ep == 8 and one.dp_shard % 8 == 0 for one in found)
+
+
+def test_state_on_the_host_needs_room_there() -> None:
+    wish, hardware = wish_of(), small(80)
+    fixed = Wish(wish.shape, 4, 8, wish.seq_len, 8, fixed={"host_state": True, "tp": 1, "pp": 1})
+    assert search(fixed, State(), hardware).fitting
+    found = search(fixed, State(), hardware.model_copy(update={"host_gib": 0.01}))
+    assert not found.fitting
+    assert found.best is not None
+    assert found.best.room.short == found.best.room.on_host - found.best.room.host_has > 0
+
+
+def test_one_large_micro_batch_may_fit_where_several_small_ones_do_not() -> None:
+    """Of one alone no gradients are whole before its backward, and none of others are there."""
+    shape, hardware, state = ModelConfig(preset="llama3-8b").shape(128_256), load_hardware("h100"), State()
+    fixed = {"dp_replicate": 2, "dp_shard": 4, "zero": 1, "checkpointing": "full", "tp": 1, "pp": 1, "cp": 1}
+    wish = Wish(shape, 8, 8, 8192, 32, fixed=fixed)
+    tight = hardware.model_copy(update={"memory_gib": 70.0})
+    by_hand = {one.micro_batch for one in candidates(wish) if not room(step_of(one, wish), state, tight).short}
+    assert {one.choice.micro_batch for one in search(wish, state, tight).fitting} == by_hand == {4}
 
 
 @pytest.mark.parametrize("name", names())

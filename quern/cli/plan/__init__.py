@@ -29,6 +29,11 @@ MOMENTS = {
     "loss": "when logits are there", "first": "when a backward is in its last block",
     "last": "when a backward is in its first block", "update": "when gradients are whole",
 }  # fmt: skip
+#: What a fixed value may be, of those that are not whole numbers above 0.
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero": (None, 1, 2), "schedule": (None, "1f1b", "interleaved_1f1b", "zbv_zero_bubble"),
+    "stages_per_rank": (None, 2, 4), "checkpointing": ("none", "selective", "full"), "host_state": (False, True),
+}  # fmt: skip
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -70,6 +75,7 @@ def layouts(
     if price is not None:
         hardware = hardware.model_copy(update={"dollars_per_hour": price})
     wish = _wish(model, gpus, hardware.node, seq_len, batch, vocab_size, float8, not eager, fix or [])
+    _check_float8(hardware, wish.float8)
     state = State(moment_bytes=2 if wish.moments_bf16 else 4, documents=True)
     whole = None if tokens is None else _number("--tokens", tokens)
     if emit is not None and os.path.exists(emit):
@@ -116,12 +122,19 @@ def _wish(
     if float8 is not None and float8 not in get_args(Scaling):
         raise InputError(f"--float8: expected one of {', '.join(get_args(Scaling))}, got {float8!r}")
     sequences = max(2**22 // seq_len, gpus // 8, 1)
+    if sequences > gpus:
+        sequences = -(-sequences // gpus) * gpus
     if batch is not None:
         sequences, rest = divmod(int(_number("--batch", batch, 2**20)), seq_len)
         if rest or not sequences:
             raise InputError(f"--batch: expected a multiple of --seq-len ({seq_len:,} tokens), got {batch}")
     recipe = None if float8 is None else Recipe(float8)  # type: ignore[arg-type]
     return Wish(shape, gpus, min(node, gpus), seq_len, sequences, recipe, compiled, fixed=_fixed(fix))
+
+
+def _check_float8(hardware: Any, recipe: Any) -> None:
+    if recipe is not None and hardware.float8_flops is None:
+        raise InputError(f"FP8: expected another precision, as {hardware.title} has no FP8 products")
 
 
 def _fixed(given: list[str]) -> dict[str, Any]:
@@ -134,11 +147,21 @@ def _fixed(given: list[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if name not in known or not equals:
             raise InputError(f"--fix: expected key=value with one of {', '.join(sorted(known))}, got {text!r}")
-        found[name] = yaml.safe_load(value)
-        wanted = str if name in ("schedule", "checkpointing") else bool if name == "host_state" else int
-        if found[name] is not None and type(found[name]) is not wanted:
-            raise InputError(f"--fix: {name}: expected {wanted.__name__}, got {value!r}")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            found[name] = value
+        allowed = _VALUES.get(name)
+        number = type(found[name]) is int and found[name] >= 1
+        fits = number if allowed is None else (type(found[name]), found[name]) in [(type(one), one) for one in allowed]
+        if not fits:
+            expected = "a whole number above 0" if allowed is None else ", ".join(map(_yaml, allowed))
+            raise InputError(f"--fix: {name}: expected {expected}, got {value!r}")
     return found
+
+
+def _yaml(value: Any) -> str:
+    return str(yaml.safe_dump(value)).partition("\n")[0]
 
 
 def _number(name: str, text: str, mega: float = 1e6) -> float:
@@ -252,24 +275,20 @@ def check(
     fit."""
     from quern.planner.answer import memory_of, time_of
     from quern.planner.hardware import load_hardware
-    from quern.planner.memory.peak import State
     from quern.planner.search import room
     from quern.planner.time.estimate import estimate
     from quern.train.init_from import load_run_config
     from quern.train.setup import check_settings
-    from quern.train.summary import moment_bytes, step_of
+    from quern.train.summary import run_state, step_of
 
     hardware = load_hardware(gpu)
     given = load_run_config(config, [*(overrides or ()), "device=cuda"])
     with json_stdout(json) as out:
         layout = check_settings(given, nproc, vocab_size)
+        _check_float8(hardware, layout.float8)
         step = step_of(given, given.model.shape(vocab_size), layout)
-        moment = moment_bytes(given)
-        state = State(
-            moment, given.doremi.reference is not None, documents=given.document_mask,
-            dense_mask=given.attention == "sdpa" and given.document_mask,
-        )  # fmt: skip
-        memory, time = room(step, state, hardware), estimate(step, hardware, moment)
+        state = run_state(given)
+        memory, time = room(step, state, hardware), estimate(step, hardware, state.moment_bytes)
         told = {
             "hardware": hardware.title, "gpus": nproc, "memory": memory_of(memory), "time": time_of(time),
             "fits": not memory.short,

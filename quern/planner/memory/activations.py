@@ -2,20 +2,25 @@
 
 The list follows the modules of :mod:`quern.model.transformer` in the order in which they run, and the layouts that
 replace their seams; a test counts every tensor that is alive after a forward pass and compares. Dtypes are those of
-eager execution: norms compute in at least float32 and keep their input so. A compiled block keeps its input and what
-goes into products alone.
+eager execution: norms compute in at least float32 and keep their input so. A compiled block keeps the residual stream
+and what goes into products, and computes the rest again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quern.parallel.planning.experts import expert_rows
 from quern.parallel.planning.step import Step
 from quern.planner.memory.kernels import Kernels
 
-__all__ = ["Kept", "block", "block_input", "last"]
+__all__ = ["UNEVEN", "Kept", "block", "block_input", "last"]
+
+
+UNEVEN = 1.25
+"""By how much the rank of ``ep`` that gets the most rows is taken to get more than its share; an assumption, as trained
+routers are not even."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,8 @@ class Kept:
     """[bytes]"""
     product: bool = False
     """A matrix product's, attention's or a sum over ranks gave it: selective checkpointing keeps it."""
-    eager: bool = False
-    """A compiled block computes it again from what it keeps."""
+    compiled: int | None = None
+    """[bytes] What of it a compiled block keeps, which computes the rest again; None = all."""
     spare: bool = False
     """No backward needs it: selective checkpointing keeps it because a product gave it."""
 
@@ -41,7 +46,7 @@ def block_input(step: Step) -> int:
 def block(step: Step, layer: int, kernels: Kernels, checkpointing: str | None = None) -> list[Kept]:
     """What a block keeps with a policy of checkpointing: ``none``, ``selective`` or ``full``; None = the layout's.
 
-    Of experts what is expected where tokens go to all alike, not the most.
+    Of experts what is expected where tokens go to all alike, over ranks :data:`UNEVEN` times that; not the most.
     """
     policy = step.layout.activation_checkpointing if checkpointing is None else checkpointing
     stream = Kept("the block's input", block_input(step))
@@ -53,7 +58,8 @@ def block(step: Step, layer: int, kernels: Kernels, checkpointing: str | None = 
     kept = [kept for kept in found if not kept.spare]
     if step.layout.compile_backend is None:
         return kept
-    return [Kept("residual stream", 2 * stream.size), *(one for one in kept if not one.eager)]
+    compiled = [replace(one, size=one.size if one.compiled is None else one.compiled) for one in kept]
+    return [Kept("residual stream", 2 * stream.size), *(one for one in compiled if one.size)]
 
 
 def last(step: Step, kernels: Kernels) -> list[Kept]:
@@ -84,12 +90,15 @@ def _tensors(step: Step, layer: int, kernels: Kernels) -> Iterator[Kept]:
 def _norm(name: str, step: Step, kernels: Kernels, *, output: bool = True) -> Iterator[Kept]:
     """Of the stream, which ``tp`` splits."""
     tokens, dim, wide = step.tokens // step.plan.tp, step.shape.dim, max(step.compute_bytes, 4)
-    yield Kept(f"{name}: input", tokens * dim * wide, eager=True)
+    yield Kept(f"{name}: input", tokens * dim * wide, compiled=0)
     yield Kept(f"{name}: scale of each token", tokens * wide)
     if not kernels.fused_norm:
-        yield Kept(f"{name}: scaled input", tokens * dim * wide, eager=True)
+        yield Kept(f"{name}: scaled input", tokens * dim * wide, compiled=0)
     if output:
-        yield Kept(f"{name}: output", tokens * dim * step.compute_bytes, eager=True)
+        # in FP8 what products take is kept as that, or rounded again
+        yield Kept(
+            f"{name}: output", tokens * dim * step.compute_bytes, compiled=_compiled(step, tokens * dim, taken=True)
+        )
 
 
 def _attention(step: Step, kernels: Kernels) -> Iterator[Kept]:
@@ -99,12 +108,13 @@ def _attention(step: Step, kernels: Kernels) -> Iterator[Kept]:
     width = tokens * shape.head_dim * size  # bytes of one head
     yield Kept("queries, keys and values before rotation", (queries + 2 * keys) * width, product=True, spare=True)
     if kernels.joins_products and tp > 1:
-        yield Kept("queries and keys beside values", (queries + keys) * width, eager=True)
+        yield Kept("queries and keys beside values", (queries + keys) * width)
     if any(shape.qk_norm_widths):
         scales = 2 if shape.qk_norm == "whole" else queries + keys
         yield Kept("norms of queries and keys", tokens * scales * wide)
         copies = 1 if kernels.fused_norm else 2  # input, and that scaled
-        yield Kept("norms of queries and keys: inputs", copies * (queries + keys) * width // size * wide, eager=True)
+        heads = (queries + keys) * width
+        yield Kept("norms of queries and keys: inputs", copies * heads // size * wide, compiled=heads)
     held = max(keys, context.heads) if context.heads > 1 else keys
     yield Kept("queries", queries * width)
     yield Kept("keys and values", 2 * (queries if kernels.repeats_keys and context.shards == 1 else held) * width)
@@ -115,10 +125,19 @@ def _attention(step: Step, kernels: Kernels) -> Iterator[Kept]:
     yield Kept("attention's projection", block_input(step), product=True, spare=True)
 
 
+def _compiled(step: Step, values: int, *, taken: bool) -> int:
+    """Bytes of what goes into products, ``values`` of it, that a compiled block keeps. In FP8 it keeps those that are
+    ``taken`` from a norm as they were rounded; by blocks besides what they were, as either side has other blocks."""
+    recipe = step.layout.float8
+    own = values * step.compute_bytes if recipe is None or recipe.scaling == "blockwise" else 0
+    return own + values * (recipe is not None and taken)
+
+
 def _swiglu(step: Step, width: int, name: str) -> Iterator[Kept]:
     size = step.tokens * (width // step.plan.tp) * step.compute_bytes
     yield Kept(f"{name}: gate and up", 2 * size, product=True)
-    yield Kept(f"{name}: gate's SiLU, and its product", 2 * size, eager=True)
+    yield Kept(f"{name}: gate's SiLU", size, compiled=0)
+    yield Kept(f"{name}: product", size, compiled=_compiled(step, size // step.compute_bytes, taken=False))
     yield Kept(f"{name}: output", block_input(step), product=True, spare=True)
 
 
@@ -126,14 +145,18 @@ def _experts(step: Step) -> Iterator[Kept]:
     moe, wide = step.shape.moe, max(step.compute_bytes, 4)
     assert moe is not None
     own, size = step.tokens // step.plan.tp, step.compute_bytes
-    yield Kept("router: input", own * step.shape.dim * wide, eager=True)
+    yield Kept("router: input", own * step.shape.dim * wide)
     yield Kept("router: logits", own * moe.num_experts * wide, product=True, spare=True)
     yield Kept("router: scores", own * (moe.num_experts + (3 if moe.normalize else 1) * moe.top_k) * wide)
     yield Kept("router: places", step.tokens * moe.top_k * 3 * 8)
     rows, width = expert_rows(step)["expected"], moe.ffn_dim // step.plan.tp
+    travels = step.plan.ep > 1
+    if travels and moe.limit is None:
+        rows = int(rows * UNEVEN)
     yield Kept("experts: copies of tokens", rows * step.shape.dim * size)
     yield Kept("experts: gate and up", rows * 2 * width * size, product=True)
-    yield Kept("experts: gate's SiLU, and its product", rows * 2 * width * size, eager=True)
+    yield Kept("experts: gate's SiLU", rows * width * size, compiled=None if travels else 0)  # not compiled there
+    yield Kept("experts: product", rows * width * size)
     yield Kept("experts: output", rows * step.shape.dim * size, product=True)
     if size < wide and not step.plan.by_fsdp:
         held = moe.num_experts // step.plan.ep * 3 * step.shape.dim * width
