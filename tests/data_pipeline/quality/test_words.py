@@ -162,7 +162,7 @@ def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
     """spaCy would want from minutes to days for each of these."""
     reading = Reading(text, "en")
-    assert reading._splitter is under_test._plain()
+    assert reading._splitter is under_test._by_pattern(under_test._PLAIN_WORD)
     assert "".join(reading.words) == "".join(text.split())
     assert reading.num_sentences >= 1
 
