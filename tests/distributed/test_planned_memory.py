@@ -72,7 +72,7 @@ def judge(config: TrainConfig, world: int, by_rank: list[Measured]) -> None:
             above = 1.1 if layout.plan.pp > 1 else 1.02  # messages of a pipeline may have gone
             assert 0.98 * seen.activations < told["activations"] < above * seen.activations, where
         most = max(sum(moment.values()) for moment in found.values())
-        assert 0.97 * seen.peak < most < 1.45 * seen.peak, (where, most / seen.peak)
+        assert 0.97 * seen.peak < most < 1.6 * seen.peak, (where, most / seen.peak)
 
 
 @pytest.fixture(scope="module")

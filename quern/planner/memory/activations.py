@@ -158,6 +158,8 @@ def _experts(step: Step) -> Iterator[Kept]:
     yield Kept("experts: gate's SiLU", rows * width * size, compiled=None if travels else 0)  # not compiled there
     yield Kept("experts: product", rows * width * size)
     yield Kept("experts: output", rows * step.shape.dim * size, product=True)
+    if step.plan.tp > 1:
+        yield Kept("experts: sum over ranks of tp", block_input(step), product=True, spare=True)
     if size < wide and not step.plan.by_fsdp:
         held = moe.num_experts // step.plan.ep * 3 * step.shape.dim * width
         yield Kept("experts: weights, cast", held * size)

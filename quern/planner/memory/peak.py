@@ -98,8 +98,8 @@ def most_in_flight(
     waits for it then (``_PipelineScheduleRuntime``), in others until the stage's backward.
     """
     until_end = len(sizes) > 1
-    # 1f1b: what has been sent before a backward is there until the next message
-    now = most = 0 if until_end or last_stage in sizes else 2 * hidden
+    # 1f1b: what has been sent is there until the next message
+    now = most = 0 if until_end else hidden * (1 if last_stage in sizes else 2)
     for stage, kind, _ in actions:
         sent = hidden * (stage < last_stage if kind == "F" else stage > 0)
         if kind == "F":
