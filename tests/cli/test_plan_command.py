@@ -39,7 +39,7 @@ def test_a_plan_says_layout_memory_time_and_cost(capfd: pytest.CaptureFixture[st
     mtbf = 3600 * run["mtbf_hours"]
     assert run["save_interval_s"] == pytest.approx((2 * 10 * mtbf) ** 0.5, rel=0.01)
     assert run["waste"] == pytest.approx((2 * 10 / mtbf) ** 0.5 + 300 / mtbf, rel=0.02)
-    assert run["days_with_failures"] * (1 - run["waste"]) == pytest.approx(run["days"])
+    assert run["days_with_failures"] * (1 - run["waste"]) == pytest.approx(run["days"], rel=1e-12)
     assert "Take dp_shard 8" in shown.output
     for reason in told["reasons"]:
         assert reason["why"] in shown.output
