@@ -40,8 +40,8 @@ PROGRAMS = {
         from quern.planner.candidates import Wish
         from quern.planner.hardware import load_hardware
         from quern.planner.memory.peak import State
-        from quern.planner.search import search
-        found = search(Wish(ModelConfig(preset="1B").shape(1000), 2, 2, 4096, 8), State(), load_hardware("h100"))
+        from quern.planner.search import Search
+        found = Search(Wish(ModelConfig(preset="1B").shape(1000), 2, 2, 4096, 8), State(), load_hardware("h100"))
         assert found.best is not None
     """,
     "a layout, planned and checked": """

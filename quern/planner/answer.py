@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
+from quern.model.float8.recipe import Recipe
 from quern.planner.candidates import Choice, Wish
-from quern.planner.hardware import Hardware
-from quern.planner.search import Found, Room, Search
-from quern.planner.time.estimate import StepTime
+from quern.planner.hardware import Hardware, load_hardware, names
+from quern.planner.memory.peak import State
+from quern.planner.search import Found, Room, Search, room
+from quern.planner.time.estimate import StepTime, estimate
 from quern.words import size
 
-__all__ = ["answer", "memory_of", "name_of", "reasons", "row", "time_of"]
+__all__ = ["answer", "memory_of", "name_of", "reasons", "row", "time_of", "variants", "ways_out"]
 
 #: Fields of a choice for which the answer says why, with the name in the config.
 WHY = {
@@ -22,22 +24,26 @@ WHY = {
 }  # fmt: skip
 
 
-def answer(wish: Wish, hardware: Hardware, found: Search, tokens: float | None, most: int = 8) -> dict[str, Any]:
-    """Of :func:`quern.planner.search.search`. ``tokens``: of the whole run; ``most``: layouts that are listed."""
-    best = found.best
+def answer(
+    wish: Wish, state: State, hardware: Hardware, found: Search, tokens: float | None, most: int = 8
+) -> dict[str, Any]:
+    """Of a search. ``tokens``: of the whole run; ``most``: layouts that are listed."""
+    best, fits = found.best, found.best is not None and found.best.time is not None
+    listed = found.fastest(most) if fits else found.nearest(most)
     return {
         "model": wish.shape.model_dump(mode="json") | {"parameters": wish.shape.num_parameters},
         "gpus": wish.gpus, "hardware": hardware.title, "seq_len": wish.seq_len, "global_batch": wish.global_batch,
-        "fits": bool(found.fitting), "fitting": len(found.fitting),
-        "best": None if best is None else row(best, wish) | {"config": best.choice.sections(wish)},
+        "fits": fits, "legal": len(found),
+        "best": None if best is None else row(best) | {"config": best.choice.sections(wish)},
         "reasons": [] if best is None else reasons(found),
-        "layouts": [row(one, wish) for one in (found.fitting or found.short)[:most]],
-        "pareto": [row(one, wish) for one in found.pareto[:most]],
-        "run": None if tokens is None or not found.fitting else _run(best, wish, hardware, tokens),
+        "same": variants(best, state, hardware) if best is not None and fits else [],
+        "try": [] if fits else list(ways_out(wish, state, hardware)),
+        "layouts": [row(one) for one in listed],
+        "run": None if tokens is None or not fits else _run(best, wish, hardware, tokens),
     }  # fmt: skip
 
 
-def row(found: Found, wish: Wish) -> dict[str, Any]:
+def row(found: Found) -> dict[str, Any]:
     """One layout: what it is, what it needs where it needs most, how long a step takes."""
     return {
         "name": name_of(found.choice), "layout": asdict(found.choice), "micro_batches": found.step.num_micro_batches,
@@ -70,6 +76,46 @@ def time_of(time: StepTime) -> dict[str, Any]:
     return asdict(time) | {"parts": dict(time.parts)}
 
 
+def variants(best: Found, state: State, hardware: Hardware) -> list[dict[str, str]]:
+    """What a run may choose besides its layout, and what each would change in this one."""
+    step, told = best.step, []
+    layout, half = step.layout, replace(state, moment_bytes=2)
+    tried = {
+        "float8.recipe rowwise": (replace(layout, float8=Recipe("rowwise")), state),
+        "optimizer.moments bf16": (layout, half),
+        "optimizer.state host": (replace(layout, host_state=True), state),
+        "compile.enabled false": (replace(layout, compile_backend=None), state),
+    }
+    for what, (other, its) in tried.items():
+        if (other, its) == (layout, state) or (other.float8 and (layout.float8 or hardware.float8_flops is None)):
+            continue
+        changed = replace(step, layout=other)
+        time = estimate(changed, hardware, its.moment_bytes)
+        told.append({"why": f"{what}: {_worse(best, Found(best.choice, changed, room(changed, its, hardware), time))}"})
+    return told
+
+
+def ways_out(wish: Wish, state: State, hardware: Hardware) -> Iterator[dict[str, str]]:
+    """Where nothing fits: what would, of settings, of more GPUs and of larger ones."""
+    host, half = replace(wish, fixed=wish.fixed | {"host_state": True}), replace(state, moment_bytes=2)
+    more = [replace(wish, gpus=wish.gpus << n, node=min(wish.gpus << n, hardware.node)) for n in range(1, 5)]
+    larger = sorted((load_hardware(name) for name in names()), key=lambda one: one.memory_gib)
+    for ways in (
+        [("optimizer.state: host", host, state, hardware)],
+        [("optimizer.moments: bf16", replace(wish, moments_bf16=True), half, hardware)],
+        [(f"{one.gpus:,} GPUs", one, state, hardware) for one in more],
+        [(one.title, wish, state, one) for one in larger if one.memory_gib > hardware.memory_gib],
+    ):
+        for what, its, kept, profile in ways:
+            found = Search(its, kept, profile)
+            if found.fastest(1):
+                best = found.best
+                assert best is not None
+                assert best.time is not None
+                yield {"what": what, "why": f"{what}: {name_of(best.choice)}, {best.time.seconds:,.2f} s a step"}
+                break
+
+
 def reasons(found: Search) -> list[dict[str, str]]:
     """For each field of the best choice: the best layout that has another value, and by how much it is worse."""
     best, told = found.best, []
@@ -84,7 +130,7 @@ def reasons(found: Search) -> list[dict[str, str]]:
 
 
 def _worse(best: Found, other: Found) -> str:
-    if other.time is None or best.time is None:
+    if other.room.short or other.time is None or best.time is None:
         return f"is short by {size(other.room.short)} ({largest(other.room.components)})"
     slower = other.time.seconds / best.time.seconds - 1
     needs = other.room.needs - best.room.needs

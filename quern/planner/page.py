@@ -11,7 +11,7 @@ from quern.planner.answer import name_of
 from quern.planner.candidates import Wish
 from quern.planner.hardware import Hardware
 from quern.planner.memory.peak import State
-from quern.planner.search import GIB, Found, Search, room
+from quern.planner.search import GIB, Found, Search, pareto, room
 from quern.planner.time.messages import hop
 from quern.planner.time.schedule import timeline
 from quern.words import size
@@ -54,7 +54,7 @@ def render(told: Mapping[str, Any], found: Search, wish: Wish, state: State, har
     verdict = name_of(best.choice) if told["fits"] else f"Short by {size(best.room.short)} in {name_of(best.choice)}"
     cells = [
         ("memory", size(best.room.needs), f"of {size(best.room.has)}"),
-        ("layouts that fit", num(told["fitting"]), ""),
+        ("legal layouts", num(told["legal"]), ""),
     ]
     if time is not None:
         cells += [
@@ -144,34 +144,28 @@ def _schedule(best: Found, hardware: Hardware) -> str:
 
 def _layouts(found: Search, best: Found) -> str:
     """Memory against time of those that fit, and a table of the fastest."""
-    shown = found.fitting or found.short
-    rows = [_row(one) for one in shown[:20]]
-    if not found.fitting:
+    if best.time is None:
+        rows = [_row(one) for one in found.nearest(20)]
         return html.lead("None fits; the least short first.") + table(("layout", "memory", "short by"), rows)
     head = ("layout", "memory", "step", "tokens/s/GPU", "MFU")
-    front = {id(one) for one in found.pareto}
-    times = [one.time.seconds for one in found.fitting if one.time is not None]
-    low, high = times[0], min(times[-1], 3 * times[0])
+    shown = found.within(3 * best.time.seconds)
+    rows = [_row(one) for one in shown[:20]]
+    front = {id(one) for one in pareto(shown)}
+    times = [one.time.seconds for one in shown if one.time is not None]
+    low, high = times[0], times[-1]
     points = []
-    for one in found.fitting:
-        assert one.time is not None
-        if one.time.seconds <= high:
-            x = 100 * (one.time.seconds - low) / ((high - low) or 1)
-            y = 100 - 100 * one.room.needs / one.room.has
-            css = "best" if one is best else "front" if id(one) in front else ""
-            points.append(
-                (
-                    one is best,
-                    f'<path class="{css}" d="M{x:.2f} {y:.2f}h0"><title>{show(name_of(one.choice))}</title></path>',
-                )
-            )
+    for one, seconds in zip(shown, times, strict=True):
+        x = 100 * (seconds - low) / ((high - low) or 1)
+        y = 100 - 100 * one.room.needs / one.room.has
+        css = "best" if one is best else "front" if id(one) in front else ""
+        path = f'<path class="{css}" d="M{x:.2f} {y:.2f}h0"><title>{show(name_of(one.choice))}</title></path>'
+        points.append((one is best, path))
     drawing = "".join(path for _, path in sorted(points, key=lambda point: point[0]))
     ticks = [Tick(part / 4, f"{low + (high - low) * part / 4:.2f} s") for part in range(5)]
     sizes = [Tick(part / 4, f"{best.room.has * part / 4 / GIB:.0f}") for part in range(5)]
     caption = (
-        "GiB of a rank against seconds of a step. Each dot is a layout that fits. "
-        "Of dark ones no other is both faster and smaller; the one to take has another "
-        "colour."
+        "GiB of a rank against seconds of a step. Each dot is a layout that fits, and takes at most three times as "
+        "long. Of dark ones no other is both faster and smaller; the one to take has another colour."
     )
     picture = plot(drawing, ticks, sizes, caption, "Memory against the time of a step")
     return f'<div class="spread">{picture}</div><h3>The fastest</h3>' + table(head, rows)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
 
 from quern.parallel.planning.host_state import host_state
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
+from quern.parallel.planning.traffic import elements_held
 from quern.planner.candidates import Choice, Wish, candidates, step_of
 from quern.planner.hardware import Hardware
 from quern.planner.memory.peak import State, moments
-from quern.planner.time.estimate import StepTime, estimate
+from quern.planner.time.estimate import AtLeast, StepTime, estimate
 
-__all__ = ["Found", "Room", "Search", "room", "search"]
+__all__ = ["Found", "Room", "Search", "pareto", "room"]
 
 GIB = 2**30
 AS_FAST = 0.01
@@ -61,39 +65,101 @@ class Found:
     """None where it does not fit."""
 
 
-@dataclass(frozen=True)
 class Search:
-    """All layouts that were looked at."""
+    """All legal layouts. Each is looked at when a question needs it: those that are too slow for an answer by
+    :class:`.estimate.AtLeast` are never counted."""
 
-    fitting: Sequence[Found]
-    """The fastest first."""
-    short: Sequence[Found]
-    """The least short first."""
+    def __init__(self, wish: Wish, state: State, hardware: Hardware) -> None:
+        self._state, self._hardware = state, hardware
+        steps = [(choice, step_of(choice, wish)) for choice in candidates(wish)]
+        at_least = AtLeast(hardware)
+        self._legal = sorted(((at_least(step), choice, step) for choice, step in steps), key=itemgetter(0))
+        self._looked: list[Found | None] = [None] * len(self._legal)
+        self._too_large: dict[Choice, int] = {}
+        self._known: dict[Choice, bool] = {}
 
-    @property
+    def __len__(self) -> int:
+        """How many layouts are legal."""
+        return len(self._legal)
+
+    def fastest(self, most: int | None = None, keep: Callable[[Choice], bool] = lambda _: True) -> list[Found]:
+        """Of those that fit, and that ``keep`` takes, so many; the fastest first. None = all."""
+        found: list[Found] = []
+        for number, (floor, choice, _) in enumerate(self._legal):
+            if most is not None and len(found) >= most and floor > _seconds(found[most - 1]):
+                break
+            if keep(choice) and (one := self._look(number)) is not None and one.time is not None:
+                insort(found, one, key=_seconds)
+        return found[:most]
+
+    def within(self, seconds: float) -> list[Found]:
+        """Those that fit and take no longer, the fastest first."""
+        numbers = takewhile(lambda number: self._legal[number][0] <= seconds, range(len(self)))
+        looked = [one for one in map(self._look, numbers) if one is not None and one.time is not None]
+        return sorted((one for one in looked if _seconds(one) <= seconds), key=_seconds)
+
+    def nearest(self, most: int | None = None, keep: Callable[[Choice], bool] = lambda _: True) -> list[Found]:
+        """Of those that do not fit, and that ``keep`` takes, so many; the least short first. None = all but larger
+        micro-batches of others among them."""
+        looked = (self._look(number, short=True) for number, (_, choice, _) in enumerate(self._legal) if keep(choice))
+        short = [one for one in looked if one is not None and one.time is None]
+        return sorted(short, key=lambda one: (one.room.short, one.choice.pp))[:most]
+
+    @cached_property
     def best(self) -> Found | None:
         """The plainest of those that take at most :data:`AS_FAST` longer than the fastest; the least short where none
         fits; None where there is no layout."""
-        if not self.fitting:
-            return self.short[0] if self.short else None
-        most = (1 + AS_FAST) * _seconds(self.fitting[0])
-        return min((one for one in self.fitting if _seconds(one) <= most), key=_plainness)
-
-    @property
-    def pareto(self) -> list[Found]:
-        """Of those that fit each that no other one is both faster and smaller than, the fastest first."""
-        found: list[Found] = []
-        for one in self.fitting:
-            if not found or one.room.needs < found[-1].room.needs:
-                found.append(one)
-        return found
+        if not (fastest := self.fastest(1)):
+            return next(iter(self.nearest(1)), None)
+        return min(self.within((1 + AS_FAST) * _seconds(fastest[0])), key=_plainness)
 
     def without(self, name: str) -> Found | None:
         """The fastest, or the least short where none fits, that differs from the best in a field of :class:`Choice`;
-        None where no other value was tried."""
+        None where no other value is legal."""
         assert self.best is not None
         value = getattr(self.best.choice, name)
-        return next((one for one in (*self.fitting, *self.short) if getattr(one.choice, name) != value), None)
+
+        def other(choice: Choice) -> bool:
+            return bool(getattr(choice, name) != value)
+
+        return next(iter(self.fastest(1, other) or self.nearest(1, other)), None)
+
+    def _look(self, number: int, *, short: bool = False) -> Found | None:
+        """None: it needs no less than one that does not fit, with smaller micro-batches; or, but where it is asked
+        how ``short`` it is, its state alone is larger than the GPU's memory."""
+        if (known := self._looked[number]) is not None:
+            return known
+        _, choice, step = self._legal[number]
+        alike = replace(choice, micro_batch=1)
+        # but where one micro-batch alone is left
+        if self._too_large.get(alike, choice.micro_batch) < choice.micro_batch and step.num_micro_batches > 1:
+            return None
+        if not short and self._state_is_too_large(choice, step):
+            return None
+        place = room(step, self._state, self._hardware, _telling(step))
+        if place.short:
+            self._too_large[alike] = min(choice.micro_batch, self._too_large.get(alike, choice.micro_batch))
+        time = None if place.short else estimate(step, self._hardware, self._state.moment_bytes)
+        self._looked[number] = found = Found(choice, step, place, time)
+        return found
+
+    def _state_is_too_large(self, choice: Choice, step: Step) -> bool:
+        """Of weights, moments and gradients, which the device has at the end of a step whatever micro-batches were."""
+        alike = replace(choice, micro_batch=1, checkpointing="none")
+        if alike not in self._known:
+            bytes_of_one = step.reduce_bytes + 2 * self._state.moment_bytes + step.gradient_bytes
+            size = 0 if choice.host_state else elements_held(step) * bytes_of_one
+            self._known[alike] = size > self._hardware.memory_gib * GIB
+        return self._known[alike]
+
+
+def pareto(fastest: Iterable[Found]) -> list[Found]:
+    """Of layouts in the order of their time each that no other one is both faster and smaller than."""
+    found: list[Found] = []
+    for one in fastest:
+        if not found or one.room.needs < found[-1].room.needs:
+            found.append(one)
+    return found
 
 
 def room(step: Step, state: State, hardware: Hardware, places: Iterable[int] | None = None) -> Room:
@@ -119,28 +185,6 @@ def room(step: Step, state: State, hardware: Hardware, places: Iterable[int] | N
     return worst
 
 
-def search(wish: Wish, state: State, hardware: Hardware, most: int = 20) -> Search:
-    """Look at every legal layout. Of those that fit all are timed; ``most`` of those that do not are kept."""
-    fitting: list[Found] = []
-    short: list[Found] = []
-    too_large: set[Choice] = set()
-    for choice in candidates(wish):
-        alike = replace(choice, micro_batch=1)
-        step = step_of(choice, wish)
-        # larger micro-batches of what does not fit need no less, but where one alone is left
-        if alike in too_large and step.num_micro_batches > 1:
-            continue
-        found = room(step, state, hardware, _telling(step))
-        if found.short:
-            short.append(Found(choice, step, found, None))
-            too_large.add(alike)
-        else:
-            fitting.append(Found(choice, step, found, estimate(step, hardware)))
-    fitting.sort(key=_seconds)
-    short.sort(key=lambda one: (one.room.short, one.choice.pp))
-    return Search(fitting, short[:most] + _others(short, most))
-
-
 def _seconds(found: Found) -> float:
     assert found.time is not None
     return found.time.seconds
@@ -164,15 +208,3 @@ def _telling(step: Step) -> list[int]:
         stages = [layers[stage] for stage in layout.stages_of(place)]
         first.setdefault(tuple((len(own), sum(map(step.shape.is_sparse, own))) for own in stages), place)
     return sorted({*first.values(), 0, pp - 1})
-
-
-def _others(short: Sequence[Found], most: int) -> list[Found]:
-    """The least short with each value of each field, of those beyond the first ``most``."""
-    seen: set[tuple[str, Any]] = set()
-    kept: list[Found] = []
-    for number, one in enumerate(short):
-        values = {(name, getattr(one.choice, name)) for name in ("tp", "pp", "cp", "dp_shard", "checkpointing", "zero")}
-        if number >= most and values - seen:
-            kept.append(one)
-        seen |= values
-    return kept

@@ -44,11 +44,35 @@ def test_a_plan_says_layout_memory_time_and_cost(capfd: pytest.CaptureFixture[st
     for reason in told["reasons"]:
         assert reason["why"] in shown.output
 
+    for other in told["same"]:
+        assert other["why"] in shown.output
+    # AdamW's two moments of 8.03 B parameters on 8 ranks, two bytes less each
+    assert f"optimizer.moments bf16: is as fast, with {2 * 2 * 8_030_261_248 / 8 / 2**30:.1f} GiB less" in shown.output
 
-def test_what_does_not_fit_is_said_and_ends_in_1() -> None:
-    shown = planned("--model", "llama3-70b", "--gpus", "8", "--fix", "tp=8")
+
+def test_what_does_not_fit_is_said_with_what_would_and_ends_in_1(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "llama3-70b", "--gpus", "8", "--fix", "tp=8", "--fix", "micro_batch=1")
+    shown = planned(*arguments)
     assert shown.exit_code == 1
     assert "does not fit: tp 8, micro_batch 1, checkpointing full comes closest, and is short by" in shown.output
+    capfd.readouterr()
+    assert planned(*arguments, "--json").exit_code == 1
+    found = json.loads(capfd.readouterr().out)["try"]
+    assert found[0]["what"] == "optimizer.state: host"
+    assert "16 GPUs" in [one["what"] for one in found]
+    for one in found:
+        assert f"fits: {one['why']}" in shown.output
+    settled = planned(*arguments, "--fix", "host_state=true")
+    assert settled.exit_code == 0
+    assert planned(*arguments[:3], "16", *arguments[4:]).exit_code == 0
+
+
+def test_undominated_layouts_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capfd, "plan", *SMALL, "--pareto", "--json"))["layouts"]
+    assert len(told) > 2
+    times, sizes = ([one[part][key] for one in told] for part, key in (("time", "seconds"), ("memory", "needs")))
+    assert times == sorted(times)
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_the_config_that_is_written_is_the_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

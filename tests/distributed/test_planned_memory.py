@@ -25,7 +25,7 @@ from quern.planner.hardware import load_hardware
 from quern.planner.memory.activations import block as planned_block
 from quern.planner.memory.kernels import CPU
 from quern.planner.memory.peak import State, moments
-from quern.planner.search import search
+from quern.planner.search import Search
 from quern.train.config import TrainConfig
 from quern.train.parity.corpus import sources_of, write_corpus
 from quern.train.parity.matrix import VOCAB_SIZE
@@ -194,7 +194,7 @@ def test_a_planned_config_trains_and_holds_what_was_planned(data: str, tmp_path:
     """The keys that a search chose, for a small model on two ranks, in a run on this machine."""
     shape = ModelConfig(**MODEL).shape(VOCAB_SIZE)
     wish = Wish(shape, 2, 8, 64, 8, compiled=False)
-    best = search(wish, State(), load_hardware("h100")).best
+    best = Search(wish, State(), load_hardware("h100")).best
     assert best is not None
     config = config_of(data, tmp_path, "planned", best.choice.sections(wish))
     judge(config, 2, [measured for (measured,) in kept_ranks(all_of, 2, [config])])

@@ -14,14 +14,14 @@ from quern.planner.candidates import Wish
 from quern.planner.hardware import load_hardware
 from quern.planner.memory.peak import State
 from quern.planner.page import render
-from quern.planner.search import Search, search
+from quern.planner.search import Search
 from quern.planner.time.schedule import makespan, timeline
 
 
 def page(wish: Wish, memory_gib: float = 80) -> tuple[str, Search]:
     hardware = load_hardware("h100").model_copy(update={"memory_gib": memory_gib, "title": "<script>alert(1)</script>"})
-    found = search(wish, State(), hardware)
-    return render(answer(wish, hardware, found, 1e12), found, wish, State(), hardware), found
+    found = Search(wish, State(), hardware)
+    return render(answer(wish, State(), hardware, found, 1e12), found, wish, State(), hardware), found
 
 
 def wish_of(**fixed: object) -> Wish:
@@ -65,7 +65,7 @@ def test_the_page_without_a_pipeline_and_of_what_does_not_fit() -> None:
     assert 'id="schedule"' not in text
     assert "every rank" in text
     text, found = page(wish_of(pp=1), memory_gib=5)
-    assert not found.fitting
+    assert not found.fastest()
     assert "<h1>Short by" in text
     assert 'id="time"' not in text
 

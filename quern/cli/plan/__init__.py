@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any, get_args
 
 import typer
@@ -25,7 +27,9 @@ app = typer.Typer(
     help="Say whether a model fits on a cluster, how fast it trains there, and in which layout.",
 )
 
-MOMENTS = {
+Moments = StrEnum("Moments", ["fp32", "bf16"])
+
+_MOMENTS = {
     "loss": "when logits are there", "first": "when a backward is in its last block",
     "last": "when a backward is in its first block", "update": "when gradients are whole",
 }  # fmt: skip
@@ -51,6 +55,7 @@ def layouts(
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, as 15T: days, GPU-hours, cost.")] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Ids of the encoding.")] = 128_256,
     float8: Annotated[str | None, typer.Option(help="Products in FP8: tensorwise, rowwise or blockwise.")] = None,
+    moments: Annotated[Moments, typer.Option(help="Of Adam, as optimizer.moments.")] = Moments.fp32,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
     fix: Annotated[
         list[str] | None,
@@ -59,30 +64,35 @@ def layouts(
     price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU-hour; by default the profile's.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts that are listed.")] = 8,
     explain: Annotated[bool, typer.Option("--explain", help="Walk through the arithmetic of the best layout.")] = False,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="List layouts of which none is both faster and smaller.")
+    ] = False,
     html: Annotated[str | None, typer.Option(help="Write the plan as a page to this file.")] = None,
     emit: Annotated[str | None, typer.Option(help="Write the best layout's keys to this file, as a config.")] = None,
     json: bool = JSON,
 ) -> None:
     """Look at every layout of a model on a cluster: whether it fits, and how long a step takes."""
-    from quern.planner.answer import answer
+    from quern.planner.answer import answer, row
     from quern.planner.explain import explain as explained
     from quern.planner.hardware import load_hardware
     from quern.planner.memory.peak import State
     from quern.planner.page import render
-    from quern.planner.search import search
+    from quern.planner.search import Search
+    from quern.planner.search import pareto as undominated
 
     hardware = load_hardware(gpu)
     if price is not None:
         hardware = hardware.model_copy(update={"dollars_per_hour": price})
     wish = _wish(model, gpus, hardware.node, seq_len, batch, vocab_size, float8, not eager, fix or [])
+    wish = replace(wish, moments_bf16=moments is Moments.bf16)
     _check_float8(hardware, wish.float8)
     state = State(moment_bytes=2 if wish.moments_bf16 else 4, documents=True)
     whole = None if tokens is None else _number("--tokens", tokens)
     if emit is not None and os.path.exists(emit):
         raise InputError(f"{emit}: exists; expected a new file")
     with json_stdout(json) as out:
-        found = search(wish, state, hardware)
-        told = answer(wish, hardware, found, whole, top)
+        found = Search(wish, state, hardware)
+        told = answer(wish, state, hardware, found, whole, top)
         if told["best"] is None:
             raise InputError(
                 f"no layout of {counted(gpus, 'GPU')} takes {wish.global_batch:,} sequences of {seq_len:,} tokens a "
@@ -96,6 +106,8 @@ def layouts(
             told["run"] |= _failures(told["run"]["days"], gpus)
         if explain:
             told["explained"] = explained(best.step, hardware, best.room, best.time, state.moment_bytes)
+        if pareto and told["fits"]:
+            told["layouts"] = [row(one) for one in undominated(found.fastest())]
         if html is not None:
             storage.publish_bytes(html, render(told, found, wish, state, hardware).encode())
         out(told)
@@ -193,13 +205,19 @@ def _print(told: dict[str, Any], console: Console) -> None:
     console.print(table)
     memory = best["memory"]
     if told["fits"]:
-        say(f"\n{told['fitting']:,} layouts fit. Take {best['name']}")
+        say(f"\n{counted(told['legal'], 'layout')} {'is' if told['legal'] == 1 else 'are'} legal. Take {best['name']}")
     else:
         say(f"\ndoes not fit: {best['name']} comes closest, and is short by {size(memory['short'])}")
+        for one in told["try"]:
+            say(f"  fits: {one['why']}")
     _print_parts(best, memory["place"] if best["layout"]["pp"] > 1 else None, console)
     say("\nwhy this layout: the best one with another value of")
     for reason in told["reasons"]:
         say(f"  {reason['why']}")
+    if told["same"]:
+        say("\nthe same layout with")
+    for one in told["same"]:
+        say(f"  {one['why']}")
     if (run := told["run"]) is not None:
         say(
             f"\n{run['tokens']:,.0f} tokens: {run['steps']:,} steps, {run['days']:,.1f} days, "
@@ -231,7 +249,7 @@ def _print_parts(told: dict[str, Any], place: int | None, console: Console) -> N
     """Memory by component, and a step's time by part; ``place``: of the pipeline, if there is one."""
     memory, time = told["memory"], told["time"]
     where = "" if place is None else f" of place {place} of the pipeline"
-    moment = MOMENTS[memory["moment"]]
+    moment = _MOMENTS[memory["moment"]]
     console.print(f"\nthe most that a rank{where} holds, {moment}:", markup=False, soft_wrap=True)
     parts = columns("component", ">bytes")
     for name, number in sorted(memory["components"].items(), key=lambda item: -item[1]):

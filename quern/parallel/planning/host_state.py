@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quern.parallel.planning.traffic import Step
-from quern.parallel.planning.weights import Weight, block_weights, end_weights
+from quern.parallel.planning.weights import Weight, alike, block_weights, end_weights
 
 __all__ = ["host_state"]
 
@@ -23,22 +23,24 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
     sizes: list[tuple[int, int]] = []
     copied = experts = 0
 
-    def unit(weights: Sequence[Weight], cast: bool) -> None:
-        """Elements, and bytes on the device."""
+    def unit(weights: Sequence[Weight], cast: bool, number: int = 1) -> None:
+        """Elements, and bytes on the device, of so many."""
         shares = [(w, w.share(step.plan, step.plan.shard_of(places))) for w in weights]
         matrices = {w for w in weights if len(w.shape) > 1 and not w.router}
         bytes_of = {w: compute if step.plan.by_fsdp or (cast and w in matrices) else master for w in weights}
-        sizes.append((sum(own for _, own in shares), sum(own * bytes_of[w] for w, own in shares)))
+        sizes.extend([(sum(own for _, own in shares), sum(own * bytes_of[w] for w, own in shares))] * number)
 
     for stage in layout.stages_of(places["pp"]):
         last = stage == len(stages) - 1
         ends = end_weights(shape, tp, first=stage == 0, last=last)
         apart = 2 * (last and not shape.tied_embeddings)  # the head and the last norm
         unit(ends[: len(ends) - apart], False)
-        for layer in stages[stage]:
+        for layer, number in alike(shape, stages[stage]):
             block = block_weights(shape, tp, layer, step.plan.ep)
-            unit(block, True)
-            experts += sum(weight.size for weight in block if len(weight.shape) == 3)  # which are quantised at each use
+            unit(block, True, number)
+            experts += number * sum(
+                weight.size for weight in block if len(weight.shape) == 3
+            )  # which are quantised at each use
         unit(ends[len(ends) - apart :], adds)
         copied += ends[0].size if last and not (apart and adds) else 0  # stages in the middle have no ends
     total, sent = map(sum, zip(*sizes, strict=True))

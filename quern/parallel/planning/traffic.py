@@ -45,6 +45,7 @@ def traffic(step: Step, rank: int = 0, rows: Mapping[int, Sequence[Rows]] | None
     return [row for row in found if row.ranks > 1 and row.payload]
 
 
+@lru_cache(maxsize=64)
 def elements_held(step: Step, rank: int = 0) -> int:
     """Parameters that the rank holds between steps, padded vocabulary counted."""
     places = step.plan.coordinates(rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from quern.model.config import ModelShape
@@ -56,18 +57,23 @@ class Weight:
         return max(0, min(most, length - place * most)) * self.size // length
 
 
-def block_weights(shape: ModelShape, tp: int, layer: int = 0, ep: int = 1) -> list[Weight]:
+def block_weights(shape: ModelShape, tp: int, layer: int = 0, ep: int = 1) -> Sequence[Weight]:
     """Of one layer, in the order of the model."""
+    return _block(shape, tp, shape.is_sparse(layer), ep)
+
+
+@lru_cache(maxsize=64)
+def _block(shape: ModelShape, tp: int, sparse: bool, ep: int) -> tuple[Weight, ...]:
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     dealt = shape.num_kv_heads % tp == 0  # else several ranks share a head, and each holds all of them
     keys = Weight((key // tp if dealt else key, shape.dim), dealt)
     head_norms = [Weight((width,), False) for width in shape.qk_norm_widths if width]
-    return [
+    return (
         Weight((shape.dim,), False),
         *(Weight((query // tp, shape.dim), True), keys, keys, Weight((shape.dim, query // tp), True), *head_norms),
         Weight((shape.dim,), False),
-        *(_experts(shape, tp, ep) if shape.is_sparse(layer) else _swiglu(shape.dim, shape.ffn_dim, tp)),
-    ]
+        *(_experts(shape, tp, ep) if sparse else _swiglu(shape.dim, shape.ffn_dim, tp)),
+    )
 
 
 def block_units(shape: ModelShape, plan: MeshPlan, layer: int) -> list[list[Weight]]:
@@ -95,7 +101,8 @@ def _experts(shape: ModelShape, tp: int, ep: int) -> list[Weight]:
     ]
 
 
-def alike(shape: ModelShape, layers: range) -> list[tuple[int, int]]:
+@lru_cache(maxsize=1024)
+def alike(shape: ModelShape, layers: range) -> Sequence[tuple[int, int]]:
     """Of layers that have the same weights the first, and how many they are; one or two kinds."""
     kinds = [[layer for layer in layers if shape.is_sparse(layer) == sparse] for sparse in (False, True)]
     return [(kind[0], len(kind)) for kind in kinds if kind]

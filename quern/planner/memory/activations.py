@@ -8,8 +8,9 @@ and what goes into products, and computes the rest again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from quern.parallel.planning.experts import expert_rows
 from quern.parallel.planning.step import Step
@@ -43,16 +44,21 @@ def block_input(step: Step) -> int:
     return step.tokens // step.plan.tp * step.shape.dim * step.compute_bytes
 
 
-def block(step: Step, layer: int, kernels: Kernels, checkpointing: str | None = None) -> list[Kept]:
+def block(step: Step, layer: int, kernels: Kernels, checkpointing: str | None = None) -> Sequence[Kept]:
     """What a block keeps with a policy of checkpointing: ``none``, ``selective`` or ``full``; None = the layout's.
 
     Of experts what is expected where tokens go to all alike, over ranks :data:`UNEVEN` times that; not the most.
     """
     policy = step.layout.activation_checkpointing if checkpointing is None else checkpointing
+    return _block(step, step.shape.is_sparse(layer), kernels, policy)
+
+
+@lru_cache(maxsize=64)  # every place of a pipeline asks for the same
+def _block(step: Step, sparse: bool, kernels: Kernels, policy: str) -> Sequence[Kept]:
     stream = Kept("the block's input", block_input(step))
     if policy == "full":
         return [stream]
-    found = list(_tensors(step, layer, kernels))
+    found = list(_tensors(step, sparse, kernels))
     if policy == "selective":
         return [stream, *(kept for kept in found if kept.product)]
     kept = [kept for kept in found if not kept.spare]
@@ -73,10 +79,10 @@ def last(step: Step, kernels: Kernels) -> list[Kept]:
     ]
 
 
-def _tensors(step: Step, layer: int, kernels: Kernels) -> Iterator[Kept]:
+def _tensors(step: Step, sparse: bool, kernels: Kernels) -> Iterator[Kept]:
     yield from _norm("attention norm", step, kernels)
     yield from _attention(step, kernels)
-    if not step.shape.is_sparse(layer):
+    if not sparse:
         yield from _norm("ffn norm", step, kernels)
         yield from _swiglu(step, step.shape.ffn_dim, "ffn")
         return

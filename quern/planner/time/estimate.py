@@ -18,9 +18,10 @@ The slowest rank's parts are shown; ``bubble`` is where it waits for others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quern.parallel.planning.host_state import host_state
+from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import elements_held, traffic
 from quern.parallel.planning.weights import alike
@@ -29,7 +30,7 @@ from quern.planner.time.messages import hop, seconds
 from quern.planner.time.products import Phases, block, embedding, loss, moved, total
 from quern.planner.time.schedule import makespan
 
-__all__ = ["BESIDE", "StepTime", "estimate"]
+__all__ = ["BESIDE", "AtLeast", "StepTime", "estimate"]
 
 BESIDE = 0.15
 """Share of its multiprocessors that a GPU spends on a collective (calculon's ``processor_usage`` of NVLink)."""
@@ -99,6 +100,48 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
         step.shape.flops_per_token(layout.seq_len, causal=causal) * speed / hardware.flops for causal in (False, True)
     )
     return StepTime(whole, parts, tokens, speed, full, causal, tuple(times))
+
+
+class AtLeast:
+    """Seconds that steps take at least, which are quick to find: messages of FSDP2 and the update are not in them, and
+    what layouts share that differ in those alone is counted once."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._known: dict[Step, tuple[float, float, float, float]] = {}
+
+    def __call__(self, step: Step) -> float:
+        """A pipeline's slowest rank computes a share of all at the least; its last rank begins when a micro-batch has
+        come through the other stages, and then its gradient goes back through them."""
+        plan, layout = step.plan, step.layout
+        # by_fsdp as in the whole, for weights are cast in other places there
+        alone = replace(plan, pp=1, dp_replicate=1, dp_shard=plan.ep * (2 if plan.by_fsdp else 1))
+        one = replace(layout, plan=alone, schedule=None, stages_per_rank=None, zero=None, reshard_after_forward=True)
+        whole, of_block, before, after = self._micro_batch(replace(step, layout=one, num_micro_batches=1))
+        busy = step.num_micro_batches * whole / plan.pp
+        if plan.pp == 1 or step.shape.moe is not None or SCHEDULES[layout.scheduling].v_shaped:
+            return busy
+        layers = [len(stage) for stage in layout.layers_of_stages(step.shape)]
+        last = sum(layers[stage] for stage in layout.stages_of(plan.pp - 1)) * of_block + after
+        return max(busy, step.num_micro_batches * last + sum(layers[: plan.pp - 1]) * of_block + before)
+
+    def _micro_batch(self, step: Step) -> tuple[float, float, float, float]:
+        """Seconds forward and backward: of all, of a block, and of what is before and after blocks."""
+        if step not in self._known:
+            fewer = replace(step, shape=step.shape.model_copy(update={"num_layers": step.shape.num_layers - 1}))
+            whole, less = (_without_weights(one, self._hardware) for one in (step, fewer))
+            before, after = (
+                sum(map(total, vars(phases).values()))
+                for phases in (embedding(step, self._hardware), loss(step, self._hardware))
+            )
+            self._known[step] = whole, whole - less, before, after
+        return self._known[step]
+
+
+def _without_weights(step: Step, hardware: Hardware) -> float:
+    blocks = {sparse: block(step, hardware, layer) for layer, sparse in _kinds(step)}
+    busy = _rank(step, hardware, 0, (0,), blocks, 4).busy
+    return sum(value for part, value in busy.items() if part not in ("dp messages", "copies"))
 
 
 def _numbers(step: Step, layers: range) -> tuple[int, int]:
