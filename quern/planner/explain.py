@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from quern.parallel.planning.bubble import bubble
+from quern.parallel.planning.held import held
 from quern.parallel.planning.step import Step
-from quern.parallel.planning.traffic import elements_held, traffic
+from quern.parallel.planning.traffic import buffer_elements, elements_held, traffic
+from quern.parallel.planning.weights import alike, block_weights
 from quern.planner.hardware import Hardware
 from quern.planner.memory.activations import block
 from quern.planner.memory.kernels import CUDA
-from quern.planner.search import GIB, Room
+from quern.planner.memory.peak import State, in_flight, most_in_flight
+from quern.planner.search import COMES_AND_GOES, GIB, Room
 from quern.planner.time.estimate import StepTime
+from quern.planner.time.messages import seconds
 
 __all__ = ["explain"]
 
 
-def explain(step: Step, hardware: Hardware, room: Room, time: StepTime | None, moment_bytes: int = 4) -> list[str]:
+def explain(step: Step, state: State, hardware: Hardware, room: Room, time: StepTime | None) -> list[str]:
     """Lines of text; a title begins with ``# ``. ``time``: None where the layout does not fit."""
     rank = room.place * (step.plan.world_size // step.plan.pp)
-    parts = [_state(step, rank, moment_bytes), _activations(step, room), _memory(room), _traffic(step, rank)]
+    parts = [
+        _state(step, rank, state.moment_bytes), _activations(step, state, room, rank),
+        _memory(step, state, hardware, room, rank), _traffic(step, hardware, rank),
+    ]  # fmt: skip
     if step.plan.pp > 1:
         parts.append(_bubble(step))
     if time is not None:
@@ -46,7 +54,7 @@ def _state(step: Step, rank: int, moment_bytes: int) -> Iterator[str]:
     yield f"{split} rank holds {own:,} parameters: {own:,} × {each} = {own * each / GIB:,.2f} GiB."
 
 
-def _activations(step: Step, room: Room) -> Iterator[str]:
+def _activations(step: Step, state: State, room: Room, rank: int) -> Iterator[str]:
     shape, plan, layout = step.shape, step.plan, step.layout
     layer = shape.num_layers - 1
     yield "# Activations"
@@ -64,22 +72,60 @@ def _activations(step: Step, room: Room) -> Iterator[str]:
     yield f"Together {total / 2**20:,.1f} MiB; a rank has {mine} blocks: {mine * total / GIB:,.2f} GiB a micro-batch."
     if plan.pp > 1:
         yield (
-            f"Place {room.place} of the pipeline has several micro-batches under way at a time (with 1f1b at most "
-            f"pp − place = {plan.pp - room.place}); with last norm, loss and messages it is "
-            f"{_gib(room.components.get('activations', 0))}."
+            f"At place {room.place} of the pipeline several micro-batches are under way at a time (with 1f1b "
+            f"pp − place = {plan.pp - room.place} at most; blocks and what all of a micro-batch share, in each stage):"
         )
+        yield "  " + _under_way(step, state, rank)
     else:
-        yield f"With last norm and loss: {_gib(room.components.get('activations', 0))}."
+        yield f"With angles, ids, last norm and loss: {_gib(room.components.get('activations', 0))}."
 
 
-def _memory(room: Room) -> Iterator[str]:
+def _under_way(step: Step, state: State, rank: int) -> str:
+    """When a pipeline's rank has the most: how often what a micro-batch keeps in each stage, and messages."""
+    actions, sizes, split, hidden, last_stage = in_flight(step, state, rank)
+    most = most_in_flight(actions, sizes, split, hidden, last_stage)
+    ends = range(1, len(actions) + 1)
+    until = bisect_left(ends, most, key=lambda end: most_in_flight(actions[:end], sizes, split, hidden, last_stage))
+    done, number = actions[: until + 1], dict.fromkeys(sizes, 0)
+    for stage, kind, _ in done[:-1]:
+        number[stage] += (kind == "F") - (kind in "BW")
+    number[done[-1].stage] += done[-1].kind == "F"
+    between = most - sum(number[stage] * size for stage, size in sizes.items())
+    parts = [f"stage {stage}: {number[stage]} × {sizes[stage] / GIB:,.3f} GiB" for stage in sizes if number[stage]]
+    return " + ".join(parts) + f" + messages, sent and kept: {between / GIB:,.3f} GiB = {_gib(most)}"
+
+
+def _memory(step: Step, state: State, hardware: Hardware, room: Room, rank: int) -> Iterator[str]:
     yield "# The most that a rank holds"
-    yield " + ".join(f"{name} {size / GIB:,.2f}" for name, size in room.components.items())
+    own, kept, gradient = elements_held(step, rank), held(step, state.moment_bytes, rank), step.gradient_bytes
+    hidden = step.tokens // step.plan.tp * step.shape.dim
+    largest = max(
+        sum(weight.padded(step.plan) for weight in block_weights(step.shape, step.plan.tp, layer, step.plan.ep))
+        for layer, _ in alike(step.shape, range(step.shape.num_layers))
+    )
+    going = sum(room.components.get(part, 0) for part in COMES_AND_GOES)
+    sums = {
+        "weights": f"{own:,} × {step.reduce_bytes}", "moments": f"{own:,} × 2 × {state.moment_bytes}",
+        "cast weights": f"{own:,} × {step.compute_bytes}", "gradients": f"{own:,} × {gradient}",
+        "whole gradients": f"{kept.whole_gradients // gradient:,} parameters of all its stages × {gradient}",
+        "pipeline buffers": f"{buffer_elements(step, rank) // hidden:,} of {hidden:,} elements × {step.compute_bytes}",
+        "allocator": f"of {_gib(going)} that come and go {hardware.fragmentation:.0%}",
+        "context and libraries": "by the profile",
+    }  # fmt: skip
+    if step.layout.host_state:
+        sums = {name: text for name, text in sums.items() if name not in ("weights", "moments", "cast weights")}
+    if rest := room.components.get("gathered weights", 0) - kept.gathered:
+        sums["gathered weights"] = (
+            f"{_gib(kept.gathered)} that stay gathered, and of blocks in work and on the way {largest:,} parameters × "
+            f"{rest / largest:g} bytes"
+        )
+    for name, size in room.components.items():
+        yield f"  {name}{f': {sums[name]}' if name in sums else ''} = {_gib(size)}"
     verdict = f"{_gib(room.has - room.needs)} are left" if not room.short else f"{_gib(room.short)} are missing"
-    yield f"= {room.needs / GIB:,.2f} GiB of {room.has / GIB:,.2f} GiB: {verdict}."
+    yield f"Together {room.needs / GIB:,.2f} GiB of {room.has / GIB:,.2f} GiB: {verdict}."
 
 
-def _traffic(step: Step, rank: int) -> Iterator[str]:
+def _traffic(step: Step, hardware: Hardware, rank: int) -> Iterator[str]:
     rows = traffic(step, rank)
     if not rows:
         return
@@ -97,9 +143,17 @@ def _traffic(step: Step, rank: int) -> Iterator[str]:
             times = "of it to others, of "
         yield (
             f"  {row.what} ({row.axis}, {row.calls:,} × {row.collective.replace('_', '-')}): {times}"
-            f"{row.payload / 1e9:,.3f} GB = {row.sent / 1e9:,.3f} GB"
+            f"{row.payload / 1e9:,.3f} GB = {row.sent / 1e9:,.3f} GB in {seconds(step, hardware, row):,.3f} s"
         )
     yield f"Together {sum(row.sent for row in rows) / 1e9:,.3f} GB."
+    inside, outside = hardware.inside, hardware.outside
+    share, near = hardware.efficiency.links, min(hardware.node, step.plan.world_size)
+    yield (
+        f"Seconds are GB over {share * inside.bytes_per_s / 1e9:,.0f} GB/s within a node of {near} GPUs, and what "
+        f"leaves it over {share * outside.bytes_per_s / 1e9:,.0f} GB/s of each GPU, whichever takes longer, and for "
+        f"each call {inside.latency_s * 1e6:g} µs and {outside.latency_s * 1e6:g} µs a hop. Those of tp, cp and ep add "
+        "to the step; those of dp travel beside compute."
+    )
 
 
 def _bubble(step: Step) -> Iterator[str]:
@@ -131,6 +185,12 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
     yield (
         f"{tokens:,} tokens a step on {gpus:,} GPUs of {hardware.flops / 1e12:,.0f} TFLOP/s: at the least {full:.4g} · "
         f"{tokens:,} / {gpus:,} / {hardware.flops:.4g} = {best:.3f} s."
+    )
+    reached = 6 * matmul * tokens / gpus / hardware.flops / hardware.efficiency.products
+    yield (
+        f"Large products reach {hardware.efficiency.products:.1%} of that: 6 · {matmul:,} · {tokens:,} / {gpus:,} / "
+        f"{hardware.flops:.4g} / {hardware.efficiency.products:g} = {reached:.3f} s; rows and columns in whole tiles, "
+        "the slowest rank's share of layers and logits, and a time for each kernel make it what is planned."
     )
     yield "Planned are " + " + ".join(f"{name} {value:.3f}" for name, value in time.parts.items() if value >= 0.0005)
     yield f"= {time.seconds:.3f} s; MFU = {best:.3f} / {time.seconds:.3f} = {time.mfu_full:.1%}."

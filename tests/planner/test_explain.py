@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from quern.planner.memory.peak import State
 from quern.planner.search import room
 from quern.planner.time.estimate import estimate
 
-NUMBER = r"([\d,]+(?:\.\d+)?(?:e[+-]?\d+)?)"
+NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)"
 
 
 def value(text: str) -> float:
@@ -26,7 +27,7 @@ def lines_of(choice: Choice, gpus: int) -> dict[str, list[str]]:
     wish = Wish(ModelConfig(preset="llama3-8b").shape(128_256), gpus, 8, 8192, 512)
     step, hardware = step_of(choice, wish), load_hardware("h100")
     found: dict[str, list[str]] = {}
-    for line in explain(step, hardware, room(step, State(), hardware), estimate(step, hardware)):
+    for line in explain(step, State(), hardware, room(step, State(), hardware), estimate(step, hardware)):
         if line.startswith("# "):
             found[line[2:]] = lines = []
         else:
@@ -57,15 +58,51 @@ def test_state_is_16_bytes_a_parameter(told: dict[str, list[str]]) -> None:
 
 
 def test_memory_adds_up(told: dict[str, list[str]]) -> None:
-    parts, total = told["The most that a rank holds"]
-    sizes = [value(text.rsplit(" ", 1)[1]) for text in parts.split(" + ")]
+    *parts, total = told["The most that a rank holds"]
+    sizes = [value(re.search(f"= {NUMBER} GiB$", line)[1]) for line in parts]  # type: ignore[index]
     needs, has, left = map(value, re.findall(NUMBER, total)[:3])
     assert sum(sizes) == pytest.approx(needs, abs=0.006 * len(sizes))
     assert abs(has - needs) == pytest.approx(left, abs=0.011)
 
 
+def test_each_part_of_memory_is_a_sum_that_a_reader_can_do(told: dict[str, list[str]]) -> None:
+    *parts, _ = told["The most that a rank holds"]
+    done = 0
+    for line in parts:
+        name, _, rest = line.strip().partition(": ")
+        if not rest or name == "context and libraries":
+            continue
+        text, _, gib = rest.removesuffix(" GiB").rpartition(" = ")
+        numbers = [value(number) for number in re.findall(NUMBER, text)]
+        if name == "gathered weights":
+            stay, each, size = numbers
+            found = stay * 2**30 + each * size
+        elif name == "allocator":
+            found = numbers[0] * 2**30 * numbers[1] / 100
+        else:
+            found = prod(numbers)
+        assert found / 2**30 == pytest.approx(value(gib), abs=0.012), line
+        done += 1
+    assert done >= 5
+
+
+def test_micro_batches_under_way_add_up() -> None:
+    told = lines_of(Choice(pp=4, dp_shard=4, schedule="interleaved_1f1b", stages_per_rank=2), 16)
+    line = told["Activations"][-1]
+    *stages, messages, total = re.findall(rf"(?:(\d+) × )?{NUMBER} GiB", line)
+    found = sum(int(number) * value(size) for number, size in stages) + value(messages[1])
+    assert found == pytest.approx(value(total[1]), abs=0.03)
+    memory = next(text for text in told["The most that a rank holds"] if text.startswith("  activations"))
+    assert total[1] in memory
+    # a rank with v chunks has (v - 1) · pp + 2 · (pp - place - 1) + 1 of them under way (Narayanan et al. 2021)
+    place = int(re.search(r"place (\d+)", told["Activations"][-2])[1])  # type: ignore[index]
+    assert sum(int(number) for number, _ in stages) == 4 + 2 * (4 - place - 1) + 1
+
+
 def test_activations_add_up(told: dict[str, list[str]]) -> None:
-    _, *tensors, together, _ = told["Activations"]
+    _, *lines = told["Activations"]
+    together = next(number for number, line in enumerate(lines) if line.startswith("Together"))
+    tensors, together = lines[:together], lines[together]
     sizes = [value(re.search(f"{NUMBER} MiB", line)[1]) for line in tensors]  # type: ignore[index]
     total, blocks, gib = map(value, re.findall(NUMBER, together)[:3])
     assert sum(sizes) == pytest.approx(total, abs=0.06 * len(sizes))
@@ -73,21 +110,23 @@ def test_activations_add_up(told: dict[str, list[str]]) -> None:
 
 
 def test_messages_add_up(told: dict[str, list[str]]) -> None:
-    _, *rows, together = told["What a rank sends in a step"]
-    sent = []
+    _, *rows, together, speeds = told["What a rank sends in a step"]
+    sent, within = [], value(re.search(f"over {NUMBER} GB/s within a node", speeds)[1])  # type: ignore[index]
+    assert within == 0.8 * 450  # of NVLink 4
     for row in rows:
-        share, payload, own = re.search(f": (.*?){NUMBER} GB = {NUMBER} GB", row).groups()  # type: ignore[union-attr]
+        share, payload, own, took = re.search(f": (.*?){NUMBER} GB = {NUMBER} GB in {NUMBER} s", row).groups()  # type: ignore[union-attr]
         factor = 1.0
         for text in filter(None, share.split(" · ")):
             over, _, under = text.partition("/")
             factor *= float(over) / float(under or 1)
         assert factor * value(payload) == pytest.approx(value(own), abs=0.002), row
         sent.append(value(own))
+        assert value(took) > value(own) / within - 0.001, row
     assert sum(sent) == pytest.approx(value(re.findall(NUMBER, together)[0]), abs=0.001 * len(sent))
 
 
 def test_time_adds_up(told: dict[str, list[str]]) -> None:
-    token, least, planned, total = told["Time"]
+    token, least, large, planned, total = told["Time"]
     matmul, *factors = (value(text) for text in re.search(
         f"each of {NUMBER} .* layers {NUMBER} · heads {NUMBER} · {NUMBER} · tokens {NUMBER} = ", token).groups())  # type: ignore[union-attr]  # fmt: skip
     attention = 12.0
@@ -98,6 +137,10 @@ def test_time_adds_up(told: dict[str, list[str]]) -> None:
         f"the least {NUMBER} · {NUMBER} / {NUMBER} / {NUMBER} = {NUMBER} s", least).groups())  # type: ignore[union-attr]  # fmt: skip
     assert flops == pytest.approx(full, rel=1e-3)
     assert flops * tokens / gpus / peak == pytest.approx(seconds, rel=1e-3)
+    *factors, reached = (value(text) for text in re.search(
+        f"6 · {NUMBER} · {NUMBER} / {NUMBER} / {NUMBER} / {NUMBER} = {NUMBER} s", large).groups())  # type: ignore[union-attr]  # fmt: skip
+    assert factors[:4] == [matmul, tokens, gpus, peak]
+    assert 6 * matmul * tokens / gpus / peak / factors[4] == pytest.approx(reached, abs=0.001)
     parts = [value(text.rsplit(" ", 1)[1]) for text in planned.removeprefix("Planned are ").split(" + ")]
     whole, again, same, mfu = (value(text) for text in re.search(
         f"= {NUMBER} s; MFU = {NUMBER} / {NUMBER} = {NUMBER}%", total).groups())  # type: ignore[union-attr]  # fmt: skip

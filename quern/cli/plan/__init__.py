@@ -105,7 +105,7 @@ def layouts(
         if told["run"] is not None:
             told["run"] |= _failures(told["run"]["days"], gpus)
         if explain:
-            told["explained"] = explained(best.step, hardware, best.room, best.time, state.moment_bytes)
+            told["explained"] = explained(best.step, state, hardware, best.room, best.time)
         if pareto and told["fits"]:
             told["layouts"] = [row(one) for one in undominated(found.fastest())]
         if html is not None:

@@ -25,7 +25,7 @@ from quern.parallel.planning.weights import alike, block_weights
 from quern.planner.memory.activations import block, block_input, last
 from quern.planner.memory.kernels import CUDA, Kernels
 
-__all__ = ["State", "moments", "most_in_flight", "peak"]
+__all__ = ["State", "in_flight", "moments", "most_in_flight", "peak"]
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,17 @@ def most_in_flight(
 
 def _activations(step: Step, state: State, kernels: Kernels, rank: int) -> int:
     """Of all micro-batches that are under way, embedding, last norm and mask among them."""
+    if step.plan.pp == 1:
+        return _micro_batch(step, state, kernels, range(step.shape.num_layers))
+    return most_in_flight(*in_flight(step, state, rank, kernels))
+
+
+def in_flight(
+    step: Step, state: State, rank: int, kernels: Kernels = CUDA
+) -> tuple[Sequence[Action], Mapping[int, int], Mapping[int, int], int, int]:
+    """What :func:`most_in_flight` takes, of a pipeline's rank."""
     plan, layout = step.plan, step.layout
     layers = layout.layers_of_stages(step.shape)
-    if plan.pp == 1:
-        return _micro_batch(step, state, kernels, layers[0])
     place = plan.coordinates(rank)["pp"]
     mine = layout.stages_of(place)
     actions = order(layout.scheduling, plan.pp, len(mine), step.num_micro_batches)[place]
@@ -132,7 +139,7 @@ def _activations(step: Step, state: State, kernels: Kernels, rank: int) -> int:
         and sum(count * _between(step, layer, kernels) for layer, count in alike(step.shape, layers[stage]))
         for stage in mine
     }
-    return most_in_flight(actions, sizes, split, block_input(step), len(layers) - 1)
+    return actions, sizes, split, block_input(step), len(layers) - 1
 
 
 def _micro_batch(step: Step, state: State, kernels: Kernels, layers: range) -> int:
