@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 
-__all__ = ["Action", "bubble", "makespan", "order"]
+__all__ = ["Action", "bubble", "makespan", "order", "order_of"]
 
 
 class Action(NamedTuple):
@@ -37,15 +37,22 @@ def order(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) 
     """
     if complaint := check_micro_batches(schedule, pp, pp * stages_per_rank, num_micro_batches):
         raise ValueError(complaint)
-    if schedule in ("gpipe", "1f1b"):  # torch's loops, which it writes down as a list for drawings only
-        warm_up = [num_micro_batches if schedule == "gpipe" else pp - rank for rank in range(pp)]
-        return [_warmed_up(rank, num_micro_batches, ahead) for rank, ahead in enumerate(warm_up)]
-    if schedule == "interleaved_1f1b":
-        return [_interleaved(rank, pp, stages_per_rank, num_micro_batches) for rank in range(pp)]
+    if schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+        return [order_of(rank, schedule, pp, stages_per_rank, num_micro_batches) for rank in range(pp)]
     return [
         [_action(part) for action in actions if action is not None for part in action.sub_actions or (action,)]
         for _, actions in sorted(_torch_order(schedule, pp, stages_per_rank, num_micro_batches).items())
     ]
+
+
+@lru_cache(maxsize=128)
+def order_of(rank: int, schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> list[Action]:
+    """The same of one rank, without those of others where they are known apart."""
+    if schedule in ("gpipe", "1f1b"):  # torch's loops, which it writes down as a list for drawings only
+        return _warmed_up(rank, num_micro_batches, num_micro_batches if schedule == "gpipe" else pp - rank)
+    if schedule == "interleaved_1f1b":
+        return _interleaved(rank, pp, stages_per_rank, num_micro_batches)
+    return order(schedule, pp, stages_per_rank, num_micro_batches)[rank]
 
 
 def _warmed_up(stage: int, num_micro_batches: int, ahead: int) -> list[Action]:

@@ -21,7 +21,7 @@ from functools import lru_cache
 from math import prod
 
 from quern.model.config import ModelShape
-from quern.parallel.planning.bubble import Action, order
+from quern.parallel.planning.bubble import Action, order_of
 from quern.parallel.planning.experts import Rows, exchange
 from quern.parallel.planning.float8 import gathered as gathered_in_float8
 from quern.parallel.planning.step import Step, Transfer
@@ -121,7 +121,7 @@ def _stages(step: Step, rank: int) -> list[_Stage]:
 @lru_cache(maxsize=64)  # whatever the layout is otherwise
 def _letters(schedule: str, pp: int, stages: int, num_micro_batches: int, rank: int) -> Mapping[int, str]:
     """The work of each of a rank's stages, as :attr:`_Stage.work` tells it, but for its end."""
-    actions = order(schedule, pp, stages, num_micro_batches)[rank]
+    actions = order_of(rank, schedule, pp, stages, num_micro_batches)
     found: dict[int, str] = {}
     for stage, letter in _gathered_ahead(actions) if stages > 1 else ((one.stage, one.kind) for one in actions):
         found[stage] = found.get(stage, "") + letter

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quern.parallel.planning.bubble import Action, order
+from quern.parallel.planning.bubble import Action, order_of
 from quern.parallel.planning.held import Held, held
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
@@ -129,7 +129,7 @@ def in_flight(
     layers = layout.layers_of_stages(step.shape)
     place = plan.coordinates(rank)["pp"]
     mine = layout.stages_of(place)
-    actions = order(layout.scheduling, plan.pp, len(mine), step.num_micro_batches)[place]
+    actions = order_of(place, layout.scheduling, plan.pp, len(mine), step.num_micro_batches)
     sizes = {stage: _micro_batch(step, state, kernels, layers[stage]) for stage in mine}
     if layout.activation_checkpointing != "none" or step.compute_bytes >= 4:  # the first block keeps what came
         sizes = {stage: size - block_input(step) * (stage > 0) for stage, size in sizes.items()}
