@@ -23,6 +23,17 @@ PROGRAMS = {
     """,
     "ledger and consumers": "import quern.train.history.ledger, quern.train.history.consumers",
     "a training run as a page": "import quern.train.report, quern.cli.train.report",
+    "a training run's step, planned": """
+        from quern.parallel.planning.mesh import plan_mesh
+        from quern.planner.answer import planned
+        from quern.planner.hardware import load_hardware
+        from quern.train.config import TrainConfig
+        from quern.train.summary import layout_of_config, peak_memory, run_state, step_of
+        keys = dict(run_dir="x", steps=1, data=[{"path": "y", "weight": 1}], global_batch=8, precision="bf16")
+        config = TrainConfig(**keys, schedule={"warmup": 0})
+        step = step_of(config, config.model.shape(1000), layout_of_config(config, plan_mesh(config.parallel, 8)))
+        assert peak_memory(step, config) and planned(step, run_state(config), load_hardware("h100"))["time"]
+    """,
     "checkpoints, listed": """
         import quern.train.checkpoint.format.manifest, quern.train.checkpoint.retention.save_interval
     """,

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from quern.errors import InputError
 from quern.model.float8.recipe import Recipe
+from quern.parallel.planning.step import Step
 from quern.planner.candidates import Choice, Wish
 from quern.planner.hardware import Hardware, load_hardware, names
 from quern.planner.memory.peak import State
@@ -14,8 +16,15 @@ from quern.planner.search import Found, Room, Search, room
 from quern.planner.time.estimate import StepTime, estimate
 from quern.words import size
 
-__all__ = ["answer", "memory_of", "name_of", "reasons", "row", "time_of", "variants", "ways_out"]
+__all__ = [
+    "MOMENTS", "answer", "check_float8", "memory_of", "name_of", "planned", "reasons", "row", "time_of", "variants",
+    "ways_out",
+]  # fmt: skip
 
+MOMENTS = {
+    "loss": "when logits are there", "first": "when a backward is in its last block",
+    "last": "when a backward is in its first block", "update": "when gradients are whole",
+}  # fmt: skip
 #: Fields of a choice for which the answer says why, with the name in the config.
 WHY = {
     "tp": "parallel.tp", "pp": "parallel.pp", "cp": "parallel.cp", "ep": "parallel.ep",
@@ -49,6 +58,21 @@ def row(found: Found) -> dict[str, Any]:
         "name": name_of(found.choice), "layout": asdict(found.choice), "micro_batches": found.step.num_micro_batches,
         "memory": memory_of(found.room), "time": None if found.time is None else time_of(found.time),
     }  # fmt: skip
+
+
+def planned(step: Step, state: State, hardware: Hardware) -> dict[str, Any]:
+    """What a step needs and takes, and whether it fits; InputError where it has products that the hardware has not."""
+    check_float8(hardware, step.layout.float8)
+    memory, time = room(step, state, hardware), estimate(step, hardware, state.moment_bytes)
+    return {
+        "hardware": hardware.title, "gpus": step.plan.world_size, "memory": memory_of(memory), "time": time_of(time),
+        "fits": not memory.short,
+    }  # fmt: skip
+
+
+def check_float8(hardware: Hardware, recipe: Recipe | None) -> None:
+    if recipe is not None and hardware.float8_flops is None:
+        raise InputError(f"FP8: expected another precision, as {hardware.title} has no FP8 products")
 
 
 def name_of(choice: Choice) -> str:

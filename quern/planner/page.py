@@ -7,7 +7,7 @@ from typing import Any
 
 from quern.html import frame as html
 from quern.html.pieces import Bar, Tick, bars, num, plot, show, table
-from quern.planner.answer import name_of
+from quern.planner.answer import MOMENTS, name_of
 from quern.planner.candidates import Wish
 from quern.planner.hardware import Hardware
 from quern.planner.memory.peak import State
@@ -20,10 +20,6 @@ __all__ = ["render"]
 
 #: Pieces of work, and places of a pipeline, that are drawn.
 _WORK, _PLACES = 800, 32
-_MOMENTS = {
-    "loss": "when logits are there", "first": "in a backward’s last block", "last": "in a backward’s first block",
-    "update": "when gradients are whole",
-}  # fmt: skip
 _PARTS = {
     "state": ("weights", "moments", "gradients", "cast weights", "reference"),
     "whole": ("gathered weights", "whole gradients"),
@@ -91,7 +87,7 @@ def _memory(best: Found, state: State, hardware: Hardware) -> str:
         parts = [(css, sum(own.components.get(name, 0) for name in names) / GIB) for css, names in _PARTS.items()]
         free = max(0, own.has - own.needs) / GIB
         label = "every rank" if pp == 1 else f"place {place} of the pipeline"
-        rows.append(Bar(label, (*parts, ("free", free)), f"{size(own.needs)}, {_MOMENTS[own.moment]}"))
+        rows.append(Bar(label, (*parts, ("free", free)), f"{size(own.needs)}, {MOMENTS[own.moment]}"))
     legend = "".join(f'<span><i class="{css}"></i>{name}</span>' for css, name in _NAMES.items())
     cells = [(show(name), size(own)) for name, own in sorted(best.room.components.items(), key=lambda one: -one[1])]
     return (

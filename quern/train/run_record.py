@@ -122,5 +122,6 @@ def describe(
             "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
             "mfu": utilisation.describe(),
             "versions": {"quern": __version__, "torch": torch.__version__},
+            "device": torch.cuda.get_device_name() if config.device != "cpu" and torch.cuda.is_available() else None,
         },
     )

@@ -7,9 +7,9 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -39,7 +39,7 @@ from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, RunFacts
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.config import ParallelConfig, TrainConfig
+from quern.train.config import TrainConfig
 from quern.train.doremi import DoReMi, load_reference
 from quern.train.flash import HALF, check_attention, check_flash, use_flash
 from quern.train.history.ledger import Ledger
@@ -59,7 +59,7 @@ from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator
-from quern.train.summary import check_host_memory, step_of
+from quern.train.summary import check_host_memory, layout_of_config, step_of
 from quern.train.supervision import out_of_memory
 from quern.train.supervision.link_probe import LinkProbe
 from quern.train.supervision.recomputation import check_recomputation
@@ -69,7 +69,7 @@ from quern.train.trackers.board import branch_folder
 from quern.train.trackers.trackers import Trackers, check_installed
 from quern.train.trainer import Trainer
 
-__all__ = ["Checked", "check", "check_float8", "check_settings", "layout_of", "open_trainer"]
+__all__ = ["Checked", "check", "check_float8", "check_settings", "open_trainer"]
 
 log = logging.getLogger(__name__)
 
@@ -133,23 +133,7 @@ def check(config: TrainConfig, world: int, *, keep: bool = False) -> Checked:
 
 
 def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches: dict[str, int]) -> Layout:
-    layout = layout_of(
-        config.parallel,
-        plan,
-        precision_of(config.precision).compute,
-        activation_checkpointing=config.activation_checkpointing,
-        activation_checkpointing_layers=config.activation_checkpointing_layers,
-        activation_memory_budget=config.activation_memory_budget,
-        compile_backend=config.compile.backend if config.compile.enabled else None,
-        float8=config.float8.products,
-        weights_cast=config.weights_cast,
-        float8_all_gather=config.float8.all_gather,
-        bf16_gradients=config.optimizer.gradients == "bf16",
-        host_state=config.optimizer.state == "host",
-        balancing=config.experts.balancing,
-        micro_batch=config.micro_batch,
-        seq_len=config.seq_len,
-    )
+    layout = layout_of_config(config, plan, precision_of(config.precision).compute)
     local = os.environ.get("LOCAL_WORLD_SIZE")
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     shape = config.model.shape(vocab_size)
@@ -165,14 +149,6 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
         raise InputError(f"weights_cast: per_use changes nothing with precision {config.precision}; expected auto")
     check_layout(shape, layout, Task(batches, cuda, int(local) if local else None))
     return layout
-
-
-def layout_of(parallel: ParallelConfig, plan: MeshPlan, compute_dtype: torch.dtype, **settings: Any) -> Layout:
-    """The layout that a config's section ``parallel`` describes; ``settings``: the fields that other sections say."""
-    same = {field.name for field in fields(Layout)} & ParallelConfig.model_fields.keys()
-    own = {name: getattr(parallel, name) for name in same} | {"reshard_after_forward": parallel.resharding}
-    own["context"] = parallel.context
-    return Layout(compute_dtype, plan, **own, **settings)
 
 
 @contextmanager

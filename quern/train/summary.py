@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
+from quern.config import validate
 from quern.errors import InputError
 from quern.mixtures.order import Order
 from quern.mixtures.recipe import OrderPlan
@@ -16,25 +18,26 @@ from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.held import held
 from quern.parallel.planning.host_state import host_state as planned_host_state
 from quern.parallel.planning.layout import Layout
-from quern.parallel.planning.mesh import MeshPlan
+from quern.parallel.planning.mesh import MeshPlan, plan_mesh
 from quern.parallel.planning.stages import stage_costs, stage_parameters
 from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
 from quern.parallel.planning.weights import alike
+from quern.planner.answer import planned
+from quern.planner.hardware import load_hardware, profile_of
 from quern.planner.memory.kernels import CPU, CUDA
 from quern.planner.memory.peak import State, peak
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.batches.mixture import plan_mixture
 from quern.train.batches.sharing import shared_attention
-from quern.train.begin import ahead
-from quern.train.config import TrainConfig
+from quern.train.config import ParallelConfig, TrainConfig
 from quern.train.init_from import reference_checkpoint, starting_checkpoint
-from quern.train.processes.machine import available_memory
 from quern.train.step.schedule import learning_rate
 from quern.words import counted, size
 
 __all__ = [
     "check_host_memory", "checkpoint_size", "communication", "expert_ranks", "float8", "held_bytes", "host_state",
-    "layout", "moment_bytes", "peak_memory", "pipeline", "run_state", "sharing", "state_memory", "step_of", "summarise",
+    "layout", "layout_of", "layout_of_config", "moment_bytes", "peak_memory", "pipeline", "plan_of", "run_state",
+    "sharing", "state_memory", "step_of", "summarise",
 ]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
@@ -45,6 +48,27 @@ _COMPUTE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 #: Ranks up to which every one's place on every axis is told.
 _FEW_RANKS = 16
+
+
+def layout_of(parallel: ParallelConfig, plan: MeshPlan, compute_dtype: Any, **settings: Any) -> Layout:
+    """The layout that a config's section ``parallel`` describes; ``settings``: the fields that other sections say."""
+    same = {field.name for field in fields(Layout)} & ParallelConfig.model_fields.keys()
+    own = {name: getattr(parallel, name) for name in same} | {"reshard_after_forward": parallel.resharding}
+    own["context"] = parallel.context
+    return Layout(compute_dtype, plan, **own, **settings)
+
+
+def layout_of_config(config: TrainConfig, plan: MeshPlan, compute_dtype: Any = None) -> Layout:
+    """The same with what the other sections say; ``compute_dtype``: None where nothing is built of it."""
+    return layout_of(
+        config.parallel, plan, compute_dtype, activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing_layers=config.activation_checkpointing_layers,
+        activation_memory_budget=config.activation_memory_budget,
+        compile_backend=config.compile.backend if config.compile.enabled else None, float8=config.float8.products,
+        weights_cast=config.weights_cast, float8_all_gather=config.float8.all_gather,
+        bf16_gradients=config.optimizer.gradients == "bf16", host_state=config.optimizer.state == "host",
+        balancing=config.experts.balancing, micro_batch=config.micro_batch, seq_len=config.seq_len,
+    )  # fmt: skip
 
 
 def step_of(config: TrainConfig, shape: ModelShape, layout: Layout) -> Step:
@@ -98,10 +122,42 @@ def peak_memory(step: Step, config: TrainConfig) -> dict[str, Any]:
     """The most that a rank holds in a step: at which place of the pipeline and moment, see
     :mod:`quern.planner.memory.peak`, and bytes by component. Of tensors: what a device takes besides is not in it."""
     cpu, state = config.device == "cpu", run_state(config)
-    each = step.plan.world_size // step.plan.pp
-    found = [(place, *peak(step, state, place * each, CPU if cpu else CUDA)) for place in range(step.plan.pp)]
+    ranks = enumerate(_first_of_each_pipeline_rank(step.plan))
+    found = [(place, *peak(step, state, rank, CPU if cpu else CUDA)) for place, rank in ranks]
     place, moment, components = max(found, key=lambda one: sum(one[2].values()))
     return {"pp": place, "moment": moment, "components": {name: size for name, size in components.items() if size}}
+
+
+def plan_of(run: Any, tokens: int, gpu: str | None = None) -> dict[str, Any] | None:
+    """As :func:`quern.planner.answer.planned`, of steps of ``tokens`` of a run's last start, on the profile ``gpu`` or
+    that of the device in its record; without either ``time`` is null. ``tensors``: bytes of :func:`peak_memory`;
+    ``waits``, ``cuda``: whether the run measures dp messages, a GPU's memory. None: its files do not tell enough.
+
+    Raises:
+        InputError: ``gpu`` is given, and is no profile, or the run cannot be planned on it.
+    """
+    device, sizes, mfu = (run.record.get(name) for name in ("device", "layout", "mfu"))
+    try:
+        hardware = None if (name := gpu or profile_of(device)) is None else load_hardware(name)
+        config = validate(run.config, TrainConfig, run.path)
+        shape = validate(run.record.get("model") or {}, ModelShape, f"{run.path}: run.json: model")
+        if not isinstance(sizes, dict) or {*map(type, sizes.values())} != {int}:
+            raise InputError(f"{run.path}: run.json: layout: expected sizes of axes, got {sizes!r}")
+        plan, batch = plan_mesh(config.parallel, math.prod(sizes.values())), tokens // config.seq_len
+        if not batch or batch % (plan.dp_size * config.micro_batch):
+            raise InputError(f"{run.path}: expected whole micro-batches on {plan}, got {batch} sequences a step")
+        given = config.model_copy(update={"device": "cuda", "global_batch": batch})  # phases have others than the first
+        step = step_of(given, shape, layout_of_config(given, plan))
+        told = {} if hardware is None else planned(step, run_state(given), hardware)
+        tensors = sum(peak_memory(step, given)["components"].values())
+    except InputError:
+        if gpu is not None:
+            raise
+        return None
+    peak = config.metrics.peak_tflops is None and isinstance(mfu, dict) and mfu.get("peak_flops_per_device")
+    cuda = config.device == "cuda" or (config.device == "auto" and bool(device or peak))
+    known = {"gpus": plan.world_size, "tensors": tensors, "waits": plan.by_fsdp and plan.pp == 1, "cuda": cuda}
+    return {"hardware": None, "time": None, **told, **known}
 
 
 def held_bytes(step: Step, config: TrainConfig) -> dict[str, int]:
@@ -127,6 +183,8 @@ def check_host_memory(config: TrainConfig, step: Step, here: Sequence[int], devi
     Raises:
         InputError: how much is needed, and how much there is.
     """
+    from quern.train.processes.machine import available_memory  # which imports torch
+
     free, hosted = available_memory(), step.layout.host_state
     found = [planned_host_state(step, rank, moment_bytes(config)) for rank in here if hosted]
     state = sum(own["host"] + own["staging"] + own["device"] * (device == "cpu") for own in found)
@@ -275,6 +333,8 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         InputError: the run of the config cannot be taken up as :func:`quern.train.begin.ahead` says.
         QuernError: so too.
     """
+    from quern.train.begin import ahead  # which imports torch
+
     goes_on = ahead(config, corpus) if isinstance(corpus, Corpus) else None
     shape = config.model.shape(corpus.vocab_size)
     step, plan = step_of(config, shape, laid), laid.plan

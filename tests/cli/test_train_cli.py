@@ -19,6 +19,7 @@ from quern.cli.main import app
 from quern.model.config import ModelConfig
 from quern.model.hf import expected_tensors
 from quern.parallel.planning import schedules
+from quern.planner.hardware import load_hardware
 from quern.train.checkpoint.tools.reader import write_weights
 from support.train import corpora
 from support.train.command_case import quern, refused, said, write_config
@@ -115,15 +116,17 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         (("--spares", "1"), "--spares: expected 0 or more, with --max-restarts, and"),
         (("--max-restarts", "1", "--spares", "-1"), "--spares: expected 0 or more, with --max-restarts, and"),
         (("--json",), "--json: expected together with --dry-run"),
-        (("--config",), "--config and --assume-tokens: expected together with --dry-run"),
-        (("--assume-tokens", "1e3"), "--config and --assume-tokens: expected together with --dry-run"),
+        (("--config",), "--config, --assume-tokens and --gpu: expected together with --dry-run"),
+        (("--assume-tokens", "1e3"), "--config, --assume-tokens and --gpu: expected together with --dry-run"),
+        (("--gpu", "h100"), "--config, --assume-tokens and --gpu: expected together with --dry-run"),
+        (("--gpu", "h101", "--dry-run"), "--gpu: expected one of h100, "),
         (("--assume-tokens", "10", "--dry-run"), "source web has 10 tokens; expected at least"),
     ],
 )
 def test_a_config_that_cannot_train_is_refused_in_one_line(
     config: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
-    dry = () if {"--json", "--config", "--assume-tokens"} & {*arguments} else ("--dry-run",)
+    dry = () if {"--json", "--config", "--assume-tokens", "--gpu"} & {*arguments} else ("--dry-run",)
     assert expected in refused("train", config, *arguments, *dry)
     assert not (config.parent / "run").exists()
 
@@ -214,6 +217,32 @@ def test_a_dry_run_without_the_data_plans_as_one_with_data_of_that_size(
     assert "order          that of the data, which is assumed" in printed
     assert re.search(r"peak memory +\S+ \S+ of tensors a rank: ", printed)
     assert not (config.parent / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_a_dry_run_on_a_profile_plans_what_plan_check_does(
+    config: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, pipeline: bool
+) -> None:
+    """On a GPU, although the config names the CPU. The second has too little memory."""
+    profile = tmp_path / "small.yaml"
+    profile.write_text(yaml.safe_dump(load_hardware("a100").model_dump(mode="json") | {"memory_gib": 0.5}))
+    layout = ("model.num_layers=2", "parallel.pp=2", "parallel.dp_shard=1") if pipeline else ()
+    both = config, *layout, "--nproc", "2"
+    planned = *both, "--gpu", "h100" if pipeline else profile
+    told = json.loads(said(capfd, "train", *planned, "--dry-run", "--json"))
+    check = ["plan", "check", *map(str, planned), "--vocab-size", str(told["model"]["vocab_size"])]
+    assert CliRunner().invoke(app, [*check, "--json"]).exit_code == (not pipeline)
+    assert told["planned"] == json.loads(capfd.readouterr().out)
+    assert told["planned"]["fits"] is pipeline
+    printed = CliRunner().invoke(app, ["train", *map(str, planned), "--dry-run"])
+    assert printed.exit_code == 0
+    assert "plan check" not in printed.stdout
+    assert f"planned on 2 × {told['planned']['hardware']}\n" in printed.stdout
+    assert printed.stdout.endswith(CliRunner().invoke(app, check).stdout)
+    assert ("does not fit: short by" in printed.stdout) is not pipeline
+    without = json.loads(said(capfd, "train", *both, "--dry-run", "--json"))
+    assert without == {key: value for key, value in told.items() if key != "planned"}
 
 
 def test_a_dry_run_of_a_small_model_tells_its_sizes(config: Path) -> None:

@@ -33,8 +33,8 @@ from quern.parallel.planning.mesh import MeshPlan, build_mesh, plan_mesh
 from quern.parallel.planning.traffic import Step
 from quern.torch_versions import fsdp_groups
 from quern.train.config import OptimizerConfig, ParallelConfig
-from quern.train.setup import layout_of
 from quern.train.step.optimizer import build_optimizer, step
+from quern.train.summary import layout_of
 
 MICRO_BATCH, SEQ_LEN, TARGETS = 2, 8, 100
 

@@ -15,7 +15,7 @@ from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.mesh import plan_mesh
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.train.config import ParallelConfig
-from quern.train.setup import layout_of
+from quern.train.summary import layout_of
 
 TASK: dict[str, Any] = {"seq_len": 96, "micro_batch": 2, "batches": {"global_batch": 64}}
 SIZES = {"num_layers": 8, "dim": 48, "num_heads": 12, "num_kv_heads": 4, "ffn_dim": 96, "vocab_multiple": 24}

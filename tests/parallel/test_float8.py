@@ -16,7 +16,7 @@ from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.float8 import LAYERS, fitting, gathered, local_sizes, use_float8
 from quern.parallel.planning.mesh import plan_mesh
 from quern.train.config import Float8Config, ParallelConfig, TrainConfig
-from quern.train.setup import layout_of
+from quern.train.summary import layout_of
 
 BLOCK, WHOLE = Recipe("blockwise"), Recipe("tensorwise")
 THEIRS = {"implementation": "torchao"}

@@ -18,7 +18,7 @@ from quern.cli.output import JSON, columns, err_console, json_stdout, out_consol
 from quern.errors import InputError
 from quern.words import counted, size
 
-__all__ = ["app"]
+__all__ = ["app", "plan_config", "print_planned"]
 
 app = typer.Typer(
     cls=with_default("layouts"),
@@ -29,10 +29,6 @@ app = typer.Typer(
 
 Moments = StrEnum("Moments", ["fp32", "bf16"])
 
-_MOMENTS = {
-    "loss": "when logits are there", "first": "when a backward is in its last block",
-    "last": "when a backward is in its first block", "update": "when gradients are whole",
-}  # fmt: skip
 #: What a fixed value may be, of those that are not whole numbers above 0.
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero": (None, 1, 2), "schedule": (None, "1f1b", "interleaved_1f1b", "zbv_zero_bubble"),
@@ -72,7 +68,7 @@ def layouts(
     json: bool = JSON,
 ) -> None:
     """Look at every layout of a model on a cluster: whether it fits, and how long a step takes."""
-    from quern.planner.answer import answer, row
+    from quern.planner.answer import answer, check_float8, row
     from quern.planner.explain import explain as explained
     from quern.planner.hardware import load_hardware
     from quern.planner.memory.peak import State
@@ -85,7 +81,7 @@ def layouts(
         hardware = hardware.model_copy(update={"dollars_per_hour": price})
     wish = _wish(model, gpus, hardware.node, seq_len, batch, vocab_size, float8, not eager, fix or [])
     wish = replace(wish, moments_bf16=moments is Moments.bf16)
-    _check_float8(hardware, wish.float8)
+    check_float8(hardware, wish.float8)
     state = State(moment_bytes=2 if wish.moments_bf16 else 4, documents=True)
     whole = None if tokens is None else _number("--tokens", tokens)
     if emit is not None and os.path.exists(emit):
@@ -142,11 +138,6 @@ def _wish(
             raise InputError(f"--batch: expected a multiple of --seq-len ({seq_len:,} tokens), got {batch}")
     recipe = None if float8 is None else Recipe(float8)  # type: ignore[arg-type]
     return Wish(shape, gpus, min(node, gpus), seq_len, sequences, recipe, compiled, fixed=_fixed(fix))
-
-
-def _check_float8(hardware: Any, recipe: Any) -> None:
-    if recipe is not None and hardware.float8_flops is None:
-        raise InputError(f"FP8: expected another precision, as {hardware.title} has no FP8 products")
 
 
 def _fixed(given: list[str]) -> dict[str, Any]:
@@ -210,7 +201,7 @@ def _print(told: dict[str, Any], console: Console) -> None:
         say(f"\ndoes not fit: {best['name']} comes closest, and is short by {size(memory['short'])}")
         for one in told["try"]:
             say(f"  fits: {one['why']}")
-    _print_parts(best, memory["place"] if best["layout"]["pp"] > 1 else None, console)
+    print_planned(best, best["layout"]["pp"], console)
     say("\nwhy this layout: the best one with another value of")
     for reason in told["reasons"]:
         say(f"  {reason['why']}")
@@ -245,11 +236,13 @@ def _failures(days: float, gpus: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _print_parts(told: dict[str, Any], place: int | None, console: Console) -> None:
-    """Memory by component, and a step's time by part; ``place``: of the pipeline, if there is one."""
+def print_planned(told: dict[str, Any], pp: int, console: Console) -> None:
+    """Memory by component, and a step's time by part."""
+    from quern.planner.answer import MOMENTS
+
     memory, time = told["memory"], told["time"]
-    where = "" if place is None else f" of place {place} of the pipeline"
-    moment = _MOMENTS[memory["moment"]]
+    where = "" if pp == 1 else f" of place {memory['place']} of the pipeline"
+    moment = MOMENTS[memory["moment"]]
     console.print(f"\nthe most that a rank{where} holds, {moment}:", markup=False, soft_wrap=True)
     parts = columns("component", ">bytes")
     for name, number in sorted(memory["components"].items(), key=lambda item: -item[1]):
@@ -291,28 +284,25 @@ def check(
 ) -> None:
     """Say what a step of CONFIG needs and takes on a cluster; the data is not looked at. Exit code 1: it does not
     fit."""
-    from quern.planner.answer import memory_of, time_of
-    from quern.planner.hardware import load_hardware
-    from quern.planner.search import room
-    from quern.planner.time.estimate import estimate
     from quern.train.init_from import load_run_config
+
+    given = load_run_config(config, [*(overrides or ()), "device=cuda"])
+    with json_stdout(json) as out:
+        told = plan_config(given, nproc, vocab_size, gpu)
+        out(told)
+        if not json:
+            print_planned(told, given.parallel.pp, out_console())
+    if not told["fits"]:
+        raise typer.Exit(1)
+
+
+def plan_config(config: Any, nproc: int, vocab_size: int, gpu: str) -> dict[str, Any]:
+    """As :func:`quern.planner.answer.planned`, of a training config on GPUs, whatever device it names."""
+    from quern.planner.answer import planned
+    from quern.planner.hardware import load_hardware
     from quern.train.setup import check_settings
     from quern.train.summary import run_state, step_of
 
-    hardware = load_hardware(gpu)
-    given = load_run_config(config, [*(overrides or ()), "device=cuda"])
-    with json_stdout(json) as out:
-        layout = check_settings(given, nproc, vocab_size)
-        _check_float8(hardware, layout.float8)
-        step = step_of(given, given.model.shape(vocab_size), layout)
-        state = run_state(given)
-        memory, time = room(step, state, hardware), estimate(step, hardware, state.moment_bytes)
-        told = {
-            "hardware": hardware.title, "gpus": nproc, "memory": memory_of(memory), "time": time_of(time),
-            "fits": not memory.short,
-        }  # fmt: skip
-        out(told)
-        if not json:
-            _print_parts(told, memory.place if layout.plan.pp > 1 else None, out_console())
-    if memory.short:
-        raise typer.Exit(1)
+    hardware, config = load_hardware(gpu), config.model_copy(update={"device": "cuda"})
+    layout = check_settings(config, nproc, vocab_size)
+    return planned(step_of(config, config.model.shape(vocab_size), layout), run_state(config), hardware)

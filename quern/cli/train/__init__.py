@@ -12,7 +12,8 @@ from rich.table import Table
 from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
 from quern.cli.default_command import with_default
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.plan import plan_config, print_planned
 from quern.cli.train import debug, fork, report
 from quern.cli.train.ranks import supervise
 from quern.config import dump_yaml
@@ -82,13 +83,16 @@ def train(
         typer.Option(min=1, help="With --dry-run: plan without the data, as if each source had so many tokens (15e9)."),
     ] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="With --assume-tokens: ids of the encoding.")] = 128_256,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --dry-run: plan a step's time and memory on a profile, as h100, or a file.")
+    ] = None,
     json: bool = JSON,
 ) -> None:
     """Train CONFIG, or resume it. Exit code 3: ended by a signal, after a checkpoint."""
     if json and not dry_run:
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
-    if not dry_run and (show_config or assume_tokens is not None):
-        raise InputError("--config and --assume-tokens: expected together with --dry-run")
+    if not dry_run and (show_config or assume_tokens is not None or gpu is not None):
+        raise InputError("--config, --assume-tokens and --gpu: expected together with --dry-run")
     if min_nproc is not None and (not max_restarts or min_nproc > nproc):
         raise InputError(f"--min-nproc: expected at most --nproc ({nproc}), with --max-restarts, got {min_nproc}")
     if spares and (spares < 0 or not max_restarts or "RANK" in os.environ):
@@ -104,6 +108,8 @@ def train(
     if dry_run:
         with json_stdout(json) as emit:
             summary = _plan(resolved, nproc, assume_tokens, vocab_size)
+            if gpu is not None:
+                summary["planned"] = plan_config(resolved, nproc, summary["model"]["vocab_size"], gpu)
             emit(summary)
             if not json:
                 if show_config:
@@ -190,7 +196,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
           for row in order["sources"]),
         ("learning rate", f"{rate['peak']:.4g}, {config.schedule.kind}; {rate['last_step']:.4g} in the last step"),
         ("order", "that of the data, which is assumed" if summary["corpus"]["fingerprint"] is None else order["order"]),
-        ("peak memory", _peak(summary["peak_memory"])),
+        ("peak memory", _peak(summary["peak_memory"]) + "; quern plan check adds time" * ("planned" not in summary)),
     ]  # fmt: skip
 
     def insert(before: str, name: str, text: str) -> None:
@@ -211,6 +217,9 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         _say(console, f"{name:<14} {text}")
     if layout["ranks"] > 1:
         _print_layout(summary, console)
+    if "planned" in summary:
+        _say(console, f"\nplanned on {summary['planned']['gpus']:,} × {plain(summary['planned']['hardware'])}")
+        print_planned(summary["planned"], config.parallel.pp, console)
 
 
 def _peak(peak: dict[str, Any]) -> str:
@@ -218,7 +227,7 @@ def _peak(peak: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {size(number)}" for name, number in parts[:4])
     left = sum(number for _, number in parts[4:])
     rest = f", the rest {size(left)}" if left else ""
-    return f"{size(sum(peak['components'].values()))} of tensors a rank: {named}{rest}; quern plan check adds time"
+    return f"{size(sum(peak['components'].values()))} of tensors a rank: {named}{rest}"
 
 
 def _held(resharding: bool | int, gathered: int, whole_gradients: int, **shares: int) -> str:
@@ -241,13 +250,13 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
     """Who is where, which layers are where, and what is sent."""
     axes = [axis for axis, size in summary["layout"]["axes"].items() if size > 1]
     if summary["layout"]["coordinates"] is not None:
-        table = _table("rank", *axes)
+        table = columns(">rank", *(f">{axis}" for axis in axes))
         for rank, places in enumerate(summary["layout"]["coordinates"]):
             table.add_row(str(rank), *(str(places[axis]) for axis in axes))
         _print_table(table, console)
     if summary["pipeline"] is not None:
         stages = summary["pipeline"]["stages"]
-        table = _table("stage", "pp", "layers", "cost", "parameters")
+        table = columns(">stage", ">pp", ">layers", ">cost", ">parameters")
         for row in stages:
             last = row["first_layer"] + row["num_layers"] - 1
             layers = f"{row['first_layer']}" if row["num_layers"] == 1 else f"{row['first_layer']}–{last}"
@@ -266,7 +275,7 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
     if (experts := summary["expert_ranks"]) is not None:
         _say_experts(experts, console)
     most = max(summary["communication"], key=lambda place: place["sent"])
-    table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
+    table = columns("axis", "what", "collective", ">ranks", ">calls", ">tensors", ">sent")
     for row in most["rows"]:
         table.add_row(
             row["axis"], row["what"], row["collective"].replace("_", "-"), str(row["ranks"]), f"{row['calls']:,}",
@@ -311,13 +320,6 @@ def _say(console: Console, text: str) -> None:
 def _print_table(table: Table, console: Console) -> None:
     console.print()
     console.print(table)
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("axis", "what", "collective") else "right", no_wrap=True)
-    return table
 
 
 def _gib(number: float) -> str:

@@ -20,7 +20,7 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout as a config gives it; built once a run (``quern.train.setup.layout_of``)."""
+    """A layout as a config gives it; built once a run (``quern.train.summary.layout_of``)."""
 
     compute_dtype: torch.dtype
     plan: MeshPlan = field(default_factory=MeshPlan)

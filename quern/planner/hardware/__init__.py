@@ -13,7 +13,7 @@ from pydantic import Field
 from quern.config import Section, read_yaml, validate
 from quern.errors import InputError
 
-__all__ = ["Efficiency", "Hardware", "Link", "load_hardware", "names"]
+__all__ = ["Efficiency", "Hardware", "Link", "load_hardware", "names", "profile_of"]
 
 Rate = Annotated[float, Field(gt=0)]
 
@@ -46,6 +46,8 @@ class Hardware(Section):
     """One kind of GPU in one kind of cluster."""
 
     title: str
+    devices: tuple[str, ...] = ()
+    """Names that CUDA or ROCm gives such a GPU."""
     memory_gib: Rate
     """[GiB] Of one GPU, all of it."""
     reserved_gib: Annotated[float, Field(ge=0)]
@@ -86,6 +88,12 @@ def _profiles() -> dict[str, Any]:
 def names() -> list[str]:
     """Of the profiles that are there."""
     return list(_profiles())
+
+
+def profile_of(device: object) -> str | None:
+    """The only profile that has a device of this name; None where none or several have."""
+    found = [name for name, profile in _profiles().items() if device in profile["devices"]]
+    return found[0] if len(found) == 1 else None
 
 
 def load_hardware(name: str) -> Hardware:

@@ -55,9 +55,14 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[np.ndarray], Any], int]] = {
 }  # fmt: skip
 
 
-def write_report(path: str, out: str | None = None, beside: str | None = None) -> str:
+#: What the planner says of a run's steps of so many tokens: :func:`quern.train.summary.plan_of`.
+Plan = Callable[[Run, int], Mapping[str, Any] | None]
+
+
+def write_report(path: str, out: str | None = None, beside: str | None = None, plan: Plan = lambda *_: None) -> str:
     """Write the page of the training run in the folder ``path`` to ``out`` (default: ``report.html`` in it), whole or
     not at all, and return where it is. ``beside``: another run, drawn on the same axes. Equal files give equal bytes.
+    ``plan``: what stands beside the measured figures.
 
     Raises:
         InputError: one of them is no training run, or has not completed a step; or ``out`` is a folder.
@@ -67,11 +72,11 @@ def write_report(path: str, out: str | None = None, beside: str | None = None) -
     target = os.path.join(path, REPORT_FILE) if out is None else out
     if os.path.isdir(target):
         raise InputError(f"{target}: expected the name of a file, got a folder")
-    storage.publish_bytes(target, render(runs).encode())
+    storage.publish_bytes(target, render(runs, plan).encode())
     return target
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], plan: Plan = lambda *_: None) -> str:
     """The page as HTML, of one run or of two."""
     curves = partial(charts.curves, runs=runs)
     mfu = {"mfu_full": "MFU, all of the attention matrix", "mfu_causal": "MFU, its causal half"}
@@ -107,6 +112,7 @@ def render(runs: Sequence[Run]) -> str:
         ("sources", "Sources", each(_sources)),
         ("experts", "Experts", loads),
         ("speed", "Speed and memory", grid["speed"]),
+        ("planned", "Planned and measured", each(lambda run: _planned(run, plan))),
         ("time", "Where the time went", each(_time)),
         ("events", "What happened", each(_events)),
         ("other", "Other figures", grid["other"]),
@@ -234,6 +240,49 @@ def _time(run: Run) -> str:
         f"made of, without waits. A save that overlaps with steps is in their time."
     )
     return html.lead(lead) + bars(rows, "reasons") if rows else ""
+
+
+def _planned(run: Run, plan: Plan) -> str:
+    """What the planner says beside what the last attempt measured; nothing where it measured none of it."""
+    last, device = next(own for own in reversed(run.attempts) if len(own.rows)), run.record.get("device")
+    rows = last.rows[min(5, len(last.rows) // 2) :]  # the first steps compile and warm up
+    tokens = run.metrics.column("tokens_per_s")[rows] * run.metrics.column("step_time_s")[rows]
+    rows, told = rows[np.abs(tokens - tokens[-1]) < 0.5], plan(run, round(np.nan_to_num(tokens[-1])))  # of its phase
+    if told is None or not (told["time"] or told["cuda"]):
+        return ""
+
+    def measured(name: str, function: Callable[[np.ndarray], Any] = np.nanmedian) -> float:
+        return over(function, run.metrics.column(name)[rows])
+
+    most = [measured(name, np.nanmax) for name in ("ranks.memory_gib.max", "memory_gib") if told["cuda"]]
+    cells = [("memory of tensors, GiB", told["tensors"] / 2**30, over(np.nanmax, np.array(most)), 2)]
+    if (time := told["time"]) is not None:
+        parts, ranks = dict(time["parts"]), measured("ranks.comm_wait_s.median")
+        waits = parts.pop("dp messages", 0.0) if told["waits"] else math.nan
+        cells = [
+            ("seconds a step", time["seconds"], measured("step_time_s"), -3),
+            ("of it waits for data", math.nan, measured("data_wait_s"), -3),
+            ("of it waits for other ranks; dp messages", waits, ranks, -3),
+            *((f"of it {show(name)}", value, math.nan, -3) for name, value in parts.items() if value >= 5e-7),
+            ("tokens a second and GPU", time["tokens_per_gpu_s"], measured("tokens_per_s") / told["gpus"], 0),
+            ("MFU, %, all of the attention matrix", 100 * time["mfu_full"], 100 * measured("mfu_full"), 2),
+            ("MFU, %, its causal half", 100 * time["mfu_causal"], 100 * measured("mfu_causal"), 2), *cells,
+            ("with what the device takes besides, GiB", told["memory"]["needs"] / 2**30, math.nan, 2),
+        ]  # fmt: skip
+    shown = [
+        [name, _figure(plan, digits), _figure(found, digits), _figure(found / (plan or math.nan), 2)]
+        for name, plan, found, digits in cells if not (math.isnan(plan) and math.isnan(found))
+    ]  # fmt: skip
+    text = (
+        f"Planned: the config of the last start on {counted(told['gpus'], 'rank')}, "
+        f"{show(told['hardware'] or 'of a GPU without a profile', 200)}; the run’s record names "
+        f"{show(device, 80) if device else 'no device'}. Measured: medians of {counted(len(rows), 'step')} of attempt "
+        f"{last.number}, the last with steps, without its first ones and those of another batch; of memory the most "
+        "that was allocated on a rank."
+        + " Config and layout of other attempts, which are not in it, may differ." * (len(run.attempts) > 1)
+        + " The last start has completed no step, and may differ too." * (last is not run.attempts[-1])
+    )
+    return html.lead(text) + table(["", "planned", "measured", "measured / planned"], shown)
 
 
 def _events(run: Run) -> str:
