@@ -184,6 +184,42 @@ def _train(base: dict[str, Any], small: bool) -> list[Row]:
     ]
 
 
+def _memory(base: dict[str, Any], small: bool) -> list[Row]:
+    """Configs of one process, each with a step's two micro-batches but where a case says one."""
+    model = {**base["model"], "num_layers": 2 if small else 4}
+    spec = {
+        **base, "model": model, "batch": 2 if small else 8, "seq_len": 128 if small else 4096, "steps": 5,
+        "mean_document": 600, "bound": 0.03,
+    }  # fmt: skip
+    plain = {"precision": "bf16", "document_mask": False, "loss_chunk": 64 if small else 4096}
+    plain |= {} if small else {"compile": {"enabled": True, "backend": base["backend"]}}
+    sparse = {"preset": "qwen3-30b-a3b", "num_layers": 3}
+    tiny = {**model, "moe": {"num_experts": 4, "top_k": 2, "ffn_dim": 64, "normalize": True}}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "plain": ({}, {}),
+        "full": ({}, {"activation_checkpointing": "full"}),
+        "experts": ({"model": tiny} if small else {"model": sparse, "vocab_size": 151_936}, {}),
+    }
+    if not small:
+        cases |= {
+            **{scaling: ({}, {"float8": {"recipe": scaling}}) for scaling in SCALINGS},
+            "eager": ({}, {"compile": {}}),
+            "selective": ({}, {"activation_checkpointing": "selective"}),
+            "full, eager": ({}, {"activation_checkpointing": "full", "compile": {}}),
+            "documents": ({}, {"document_mask": True}),
+            "moments in BF16": ({}, {"optimizer": {"moments": "bf16", "gradients": "bf16"}}),
+            "one micro-batch of 4": ({"batch": 4}, {"micro_batch": 4}),
+            "rows of 16k": ({"batch": 2, "seq_len": 16_384}, {}),
+            "1B": ({"model": {"preset": "1B"}, "batch": 16}, {}),
+            "125M": ({"model": {"preset": "125M"}, "vocab_size": 50_257, "batch": 64}, {}),
+            "8 layers, full": ({"model": {**model, "num_layers": 8}}, {"activation_checkpointing": "full"}),
+            "state on the host": ({}, {"optimizer": {"state": "host"}}),
+            "experts, full": (cases["experts"][0], {"activation_checkpointing": "full"}),
+        }  # fmt: skip
+    return [Row("memory", name, "parts.memory:peaks", {**spec, **sizes, "changes": plain | changes}, 240)
+            for name, (sizes, changes) in cases.items()]  # fmt: skip
+
+
 def _experts(base: dict[str, Any], small: bool) -> list[Row]:
     spec = {**base, "model": {"preset": "qwen3-30b-a3b", "num_layers": 1}, "tokens": 16_384, "dtype": "bfloat16"}
     if small:
@@ -202,5 +238,5 @@ def _checkpoint(base: dict[str, Any], small: bool) -> list[Row]:
 PARTS = {
     "products": _products, "float8": _float8, "attention": _attention, "loss": _loss, "optimizer": _optimizer,
     "casts": _casts, "syncs": _syncs, "selftest": _selftest, "train": _train, "experts": _experts,
-    "suspicions": _suspicions, "checkpoint": _checkpoint,
+    "memory": _memory,    "suspicions": _suspicions, "checkpoint": _checkpoint,
 }  # fmt: skip

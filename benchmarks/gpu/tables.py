@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ Result = Mapping[str, Any]
 BASE, TENSORWISE, PEER = "bf16", "fp8-tensorwise", "transformers"
 #: MFU of BF16 with the whole attention matrix, and what tensorwise has to give beside it.
 BF16_MFU, BF16_AIM, TENSORWISE_BAR = 50.0, 57.8, 1.2
+#: [%] Of the planner's peaks of memory the median distance from those measured; of each, how far it may be below.
+MEMORY_MEDIAN, MEMORY_LESS = 5.0, 3.0
 
 
 def text_of(results: Iterable[Result]) -> str:
@@ -39,7 +42,7 @@ def _blocks(results: Sequence[Result]) -> list[str]:
         lines = [_of_limits(line, limits) if part != "products" else line for line in lines]
         if lines:
             blocks += [f"### {part}", _table(lines)]
-    blocks += [*_bars(parts.get("train", []))]
+    blocks += [*_bars(parts.get("train", [])), *_planned(parts.get("memory", []))]
     wrong = [{"part": result["part"], "row": result["row"], "": "failed" if result["error"] else "skipped",
               "reason": result["error"] or result["skipped"]}
              for result in results if result["error"] or result["skipped"]]  # fmt: skip
@@ -100,13 +103,29 @@ def _bars(train: Sequence[Result]) -> list[str]:
     found = []
     bf16, tensorwise = lines.get(BASE), lines.get(TENSORWISE)
     if bf16 and bf16["MFU %"] is not None:
-        verdict = "reached" if bf16["MFU %"] >= BF16_MFU else "MISSED"
+        verdict = _verdict(bf16["MFU %"] >= BF16_MFU)
         found.append(f"BF16 MFU ≥ {BF16_MFU:g} % (aim {BF16_AIM:g} %): {bf16['MFU %']:.1f} %, {verdict}")
     if bf16 and tensorwise:
         ratio = tensorwise["tokens/s"] / bf16["tokens/s"]
-        verdict = "reached" if ratio >= TENSORWISE_BAR else "MISSED"
+        verdict = _verdict(ratio >= TENSORWISE_BAR)
         found.append(f"tensorwise / BF16 ≥ {TENSORWISE_BAR:g}: {ratio:.2f}, {verdict}")
     return found
+
+
+def _planned(memory: Sequence[Result]) -> list[str]:
+    """How far the planner's peaks of tensors are from those measured, all configs together."""
+    ratios = [measure["planned / seen"] for result in memory for measure in result["measures"]]
+    if not ratios:
+        return []
+    median, least = 100 * statistics.median(abs(ratio - 1) for ratio in ratios), 100 * (1 - min(ratios))
+    return [
+        f"planned memory, median error ≤ {MEMORY_MEDIAN:g} %: {median:.1f} %, {_verdict(median <= MEMORY_MEDIAN)}",
+        f"planned memory, most optimistic ≤ {MEMORY_LESS:g} %: {least:.1f} %, {_verdict(least <= MEMORY_LESS)}",
+    ]
+
+
+def _verdict(reached: bool) -> str:
+    return "reached" if reached else "MISSED"
 
 
 def _table(lines: Sequence[Result]) -> str:

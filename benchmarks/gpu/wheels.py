@@ -21,7 +21,7 @@ TRAINING = {**ALWAYS, "pyarrow": "pyarrow"}
 NEEDS: dict[str, dict[str, str]] = {
     "selftest": TRAINING, "attention": ALWAYS, "syncs": TRAINING, "float8": ALWAYS, "products": ALWAYS, "loss": ALWAYS,
     "optimizer": ALWAYS, "casts": ALWAYS, "suspicions": ALWAYS, "train": TRAINING, "experts": ALWAYS,
-    "checkpoint": TRAINING,
+    "checkpoint": TRAINING, "memory": TRAINING,
 }  # fmt: skip
 
 

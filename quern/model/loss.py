@@ -107,6 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(g_CV, w_VD, out=dh_ND[part])
             if dw_VD is not None:
                 add_product(dw_VD, g_CV, h_ND[part])
+            del p_CV, g_CV  # else they are there while the next chunk's are computed
         ctx.save_for_backward(dh_ND, dw_VD)  # not attributes: activation checkpointing must be able to drop them
         ctx.weight_dtype, ctx.total_VD = weight_VD.dtype, None if kept is None else kept.total_OK
         ctx.mark_non_differentiable(nll_N)

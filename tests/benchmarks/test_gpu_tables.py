@@ -67,6 +67,13 @@ def test_the_trainer_stands_beside_its_peers() -> None:
     assert "tensorwise / BF16 ≥ 1.2: 1.15, MISSED" in lines_of(text)
 
 
+def test_planned_memory_is_judged_over_all_configs() -> None:
+    ratios = {"plain": 1.04, "full": 0.96, "eager": 1.2}
+    text = tables.text_of(result("memory", name, {"planned / seen": ratio}) for name, ratio in ratios.items())
+    assert "planned memory, median error ≤ 5 %: 4.0 %, reached" in lines_of(text)
+    assert "planned memory, most optimistic ≤ 3 %: 4.0 %, MISSED" in lines_of(text)
+
+
 def test_states_of_the_sources_do_not_mix() -> None:
     text = tables.text_of([
         trained("bf16", "quern", 26_000.0), trained("transformers", "transformers", 20_000.0),

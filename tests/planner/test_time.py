@@ -14,9 +14,11 @@ import torch
 from quern.model.config import ModelConfig
 from quern.model.float8.recipe import Recipe
 from quern.parallel.planning.bubble import order
+from quern.parallel.planning.context import Context
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.step import Step
+from quern.parallel.planning.traffic import traffic
 from quern.planner.hardware import Hardware, Link, load_hardware, names
 from quern.planner.time import estimate
 from quern.planner.time.messages import collective
@@ -191,6 +193,41 @@ def test_zero_3_sends_half_as_much_again_as_ddp() -> None:
     rest = step().shape.num_parameters - tables
     assert fsdp / ddp == pytest.approx((3 * rest + 2 * tables) / (2 * rest + 2 * tables), rel=0.01)
     assert fsdp / ddp == pytest.approx(1.5, rel=0.05)
+
+
+SENT: dict[str, dict[str, Any]] = {
+    "zero 3": {"plan": {"dp_shard": 8}}, "kept": {"plan": {"dp_shard": 8}, "reshard_after_forward": False},
+    "zero 1": {"plan": {"dp_shard": 8}, "reshard_after_forward": False, "zero": 1},
+    "ddp": {"plan": {"dp_replicate": 8}}, "hsdp": {"plan": {"dp_replicate": 2, "dp_shard": 4}},
+    "tp": {"plan": {"tp": 4, "dp_shard": 2}, "activation_checkpointing": "full"},
+    "heads": {"plan": {"cp": 2, "dp_shard": 2}, "context": Context("ulysses", 2, 2)},
+    "ring": {"plan": {"cp": 4}, "context": Context("ring", 4, 1), "activation_checkpointing": "selective"},
+    "experts": {"plan": {"dp_shard": 8, "ep": 4}},
+    "experts in a node": {"plan": {"dp_shard": 8, "ep": 4}, "ep_node": 2},
+    "fp8": {"plan": {"dp_shard": 4}, "float8": Recipe("tensorwise"), "float8_all_gather": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_all_bytes_that_a_rank_sends_take_their_time_once(name: str) -> None:
+    """In a node whose links are so slow that nothing hides a message: what a rank sends over a link's bandwidth."""
+    slow = perfect(inside=Link(bytes_per_s=1e3, latency_s=0.0))
+    preset = "qwen3-30b-a3b" if "experts" in name else "llama3-8b"
+    one = step(preset, 2, {"num_layers": 4}, **SENT[name])
+    sent: dict[str, float] = {}
+    for row in traffic(one):
+        weights = row.what in ("gather weights", "sum gradients", "scales of weights")
+        axis = "dp" if weights else row.axis.split()[0]
+        sent[f"{axis} messages"] = sent.get(f"{axis} messages", 0.0) + row.sent / 1e3
+    found = {part: value for part, value in estimate(one, slow).parts.items() if part.endswith("messages")}
+    assert found == pytest.approx(sent, rel=1e-5)
+
+
+def test_a_pipelines_messages_take_their_time_between_stages() -> None:
+    slow = perfect(inside=Link(bytes_per_s=1e3, latency_s=0.0))
+    one = step(number=2, model={"num_layers": 4}, plan={"pp": 2})
+    sent = sum(row.sent for rank in range(2) for row in traffic(one, rank))
+    assert estimate(one, slow).seconds == pytest.approx(sent / 2 / 1e3, rel=1e-5)  # two micro-batches at a time
 
 
 def test_messages_that_compute_hides_add_only_what_they_take_from_it() -> None:

@@ -21,7 +21,7 @@ from quern.parallel.planning.held import Held, held
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import buffer_elements, elements_held
-from quern.parallel.planning.weights import alike, block_weights
+from quern.parallel.planning.weights import alike, block_weights, end_weights
 from quern.planner.memory.activations import block, block_input, last
 from quern.planner.memory.kernels import CUDA, Kernels
 
@@ -230,4 +230,22 @@ def _loss(step: Step, kernels: Kernels, own: Held) -> int:
     forward = logits + table * size * (not kernels.adds_products)
     if step.plan.tp > 1:
         forward += step.tokens * shape.dim * size
-    return max(forward, table * (wide + (size if step.plan.by_fsdp else 0)))
+    if not step.plan.by_fsdp:
+        return max(forward, table * wide)
+    message, ahead, before = _travelling(step, own)
+    return max(forward + message, table * (wide + size) + ahead) + before
+
+
+def _travelling(step: Step, own: Held) -> tuple[int, int, int]:
+    """FSDP2's, when a loss is there: the message of the last gather, which is kept until another comes; the block that
+    backward gathers ahead; and the gradients that the micro-batch before has scattered last, as they were sent."""
+    plan, shape, again = step.plan, step.shape, step.layout.reshard_after_forward is not False
+    tied, scattered = shape.tied_embeddings, step.num_micro_batches > 1 and not own.whole_gradients
+    units = (
+        block_weights(shape, plan.tp, shape.num_layers - 1, plan.ep),
+        end_weights(shape, plan.tp, first=False, last=True),
+        end_weights(shape, plan.tp, first=True, last=tied),
+    )
+    block, head, root = (sum(weight.padded(plan) for weight in unit) for unit in units)
+    message = (block if tied else head) * (again or step.num_micro_batches == 1)
+    return message * step.compute_bytes, block * again * step.compute_bytes, root * scattered * step.gradient_bytes

@@ -26,7 +26,7 @@ from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import elements_held, traffic
 from quern.parallel.planning.weights import alike
 from quern.planner.hardware import Hardware
-from quern.planner.time.messages import hop, seconds
+from quern.planner.time.messages import OF_WEIGHTS, hop, seconds
 from quern.planner.time.products import Phases, block, embedding, loss, moved, total
 from quern.planner.time.schedule import makespan
 
@@ -223,7 +223,7 @@ def _messages(
             # in a forward 2 gathers and 2 scatters of 10, and of those that are computed again
             share = 1.0 if row.what == "softmax" else 4 / (10 + 2 * again + 2 * full)
             _spread(sent, "tp messages", took / number * _exposed_tp(step), share)
-        elif row.axis == "cp":
+        elif row.axis == "cp" and row.what not in OF_WEIGHTS:
             if row.collective == "send":
                 took = max(0.0, took - 3.5 * attention * number)
             _spread(sent, "cp messages", took / number, 1 / (2 + again))

@@ -18,7 +18,10 @@ from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.step import Step, Transfer
 from quern.planner.hardware import Hardware
 
-__all__ = ["collective", "hop", "seconds", "stride"]
+__all__ = ["OF_WEIGHTS", "collective", "hop", "seconds", "stride"]
+
+OF_WEIGHTS = ("gather weights", "sum gradients", "scales of weights")
+"""What data parallelism sends, of which FSDP2's goes along ``cp`` where that is all it deals weights over."""
 
 
 def stride(step: Step, row: Transfer) -> int:
@@ -32,7 +35,7 @@ def stride(step: Step, row: Transfer) -> int:
         return plan.tp * plan.ep
     if row.axis == "ep nodes":
         return plan.tp * (step.layout.ep_node or 1)
-    if row.axis == "cp" and row.what != "tokens for heads":
+    if row.axis == "cp" and row.what not in ("tokens for heads", *OF_WEIGHTS):
         return plan.tp * step.layout.context.heads
     return 1 if row.axis == "tp" else plan.tp
 
