@@ -30,7 +30,7 @@ from quern.train.profiling.ceilings import copy_ceiling, float8_ceiling, gemm_ce
 from quern.train.setup import check_float8
 from quern.train.step.precision import precision_of
 
-__all__ = ["device", "link"]
+__all__ = ["device", "link", "transfer"]
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CHECKED = 512  # rows and columns of the product whose result is compared; it sums 4,096 terms
@@ -104,8 +104,8 @@ def _load(device: torch.device, name: str, repeats: int, nvml: Any) -> Told:
         if cuda:
             host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
             there = torch.empty(2**28, dtype=torch.uint8, device=device)
-            yield from timed("transfer to device", partial(_transfer, there, host))
-            yield from timed("transfer from device", partial(_transfer, host, there))
+            yield from timed("transfer to device", partial(transfer, there, host))
+            yield from timed("transfer from device", partial(transfer, host, there))
         yield of(xids=state().get("xids", []))
 
 
@@ -118,7 +118,7 @@ def _is_right(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.equal(found.cpu(), expected)
 
 
-def _transfer(target: torch.Tensor, source: torch.Tensor) -> float:
+def transfer(target: torch.Tensor, source: torch.Tensor) -> float:
     """Bytes a second between pinned memory and the device."""
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -32,6 +32,7 @@ NOT_RUN = {
     r"torchrun |ray\.address": "needs several machines",
     r"quern selftest|python benchmarks/": "minutes",
     r"quern bench|float8": "needs GPUs, or minutes; tests/cli/test_bench.py runs small ones",
+    r"quern plan calibrate": "it measures the machine; tests/cli/test_plan_calibrate.py runs it",
     r"quern doctor|preflight=true": "it measures the machine; tests/cli/test_doctor.py runs it",
     r"--max-restarts|replicas\.interval": "needs several GPUs; tests/train/test_chaos.py runs small ones",
     r"replicas\.recompute_interval": "needs several GPUs; tests/distributed/test_recomputation.py runs small ones",

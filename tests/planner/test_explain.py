@@ -83,7 +83,7 @@ def test_each_part_of_memory_is_a_sum_that_a_reader_can_do(told: dict[str, list[
             found = prod(numbers)
         assert found / 2**30 == pytest.approx(value(gib), abs=0.012), line
         done += 1
-    assert done >= 5
+    assert done >= 4
 
 
 def test_micro_batches_under_way_add_up() -> None:

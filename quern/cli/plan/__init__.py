@@ -15,6 +15,7 @@ from rich.console import Console
 from quern import storage
 from quern.cli.default_command import with_default
 from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.plan.calibrate import calibrate
 from quern.errors import InputError
 from quern.words import counted, size
 
@@ -306,3 +307,6 @@ def plan_config(config: Any, nproc: int, vocab_size: int, gpu: str) -> dict[str,
     hardware, config = load_hardware(gpu), config.model_copy(update={"device": "cuda"})
     layout = check_settings(config, nproc, vocab_size)
     return planned(step_of(config, config.model.shape(vocab_size), layout), run_state(config), hardware)
+
+
+app.command()(calibrate)

@@ -18,7 +18,7 @@ from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.step import Step, Transfer
 from quern.planner.hardware import Hardware
 
-__all__ = ["OF_WEIGHTS", "collective", "hop", "seconds", "stride"]
+__all__ = ["OF_WEIGHTS", "collective", "hop", "seconds", "solve", "stride"]
 
 OF_WEIGHTS = ("gather weights", "sum gradients", "scales of weights")
 """What data parallelism sends, of which FSDP2's goes along ``cp`` where that is all it deals weights over."""
@@ -60,6 +60,14 @@ def collective(
     hops = (near - 1) * hardware.inside.latency_s + (nodes - 1) * hardware.outside.latency_s
     within = (ranks - 1) / ranks * size / inside if near > 1 else 0.0
     return times * (max(within, (nodes - 1) / nodes * size / near / outside) + calls * hops)
+
+
+def solve(kind: str, ranks: int, small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
+    """(bytes a second, seconds of a hop) of the one link between ``ranks`` with which :func:`collective` gives what was
+    measured of a small and a large message: (bytes, seconds) of each."""
+    hops = (ranks - 1) * (2 if kind == "all_reduce" else 1)
+    rate = hops / ranks * (large[0] - small[0]) / (large[1] - small[1])
+    return rate, max(0.0, small[1] / hops - small[0] / ranks / rate)
 
 
 def seconds(step: Step, hardware: Hardware, row: Transfer) -> float:

@@ -19,7 +19,7 @@ from quern.model.float8.product import available, multiply
 from quern.model.float8.quantise import Quantised, blocks_1x128, blocks_128x128, rowwise, tensorwise
 from quern.model.float8.recipe import Recipe
 
-__all__ = ["copy_ceiling", "float8_ceiling", "gemm_ceiling"]
+__all__ = ["copy_ceiling", "float8_ceiling", "gemm_ceiling", "median_s"]
 
 #: Kernels shorter than this are captured many at a time: the host needs as long to start one.
 _SHORT_S = 5e-5
@@ -28,7 +28,7 @@ _SHORT_S = 5e-5
 def gemm_ceiling(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, seconds: float = 0.2) -> float:
     """FLOP/s of ``a bᵀ`` with ``a`` [m, k] and ``b`` [n, k], as a linear layer's forward has them."""
     a_MK, b_NK = _random(m, k, dtype, device), _random(n, k, dtype, device)
-    return 2 * m * n * k / _median_s(lambda: a_MK @ b_NK.T, device, seconds)
+    return 2 * m * n * k / median_s(lambda: a_MK @ b_NK.T, device, seconds)
 
 
 def float8_ceiling(
@@ -40,13 +40,13 @@ def float8_ceiling(
     if any(size % recipe.multiple for size in (n, k)) or not available(recipe, device, torch.bfloat16):
         return None
     a, b = _factors(a_MK, b_NK, recipe)
-    return 2 * m * n * k / _median_s(lambda: multiply(a, b, torch.bfloat16, fast=True), device, seconds)
+    return 2 * m * n * k / median_s(lambda: multiply(a, b, torch.bfloat16, fast=True), device, seconds)
 
 
 def copy_ceiling(device: torch.device, *, size: int = 2**28, seconds: float = 0.2) -> float:
     """Bytes a second of a copy of ``size`` bytes inside the device's memory, read and written."""
     source, target = (torch.ones(size // 4, dtype=torch.int32, device=device) for _ in range(2))
-    return 2 * 4 * source.numel() / _median_s(lambda: target.copy_(source), device, seconds)
+    return 2 * 4 * source.numel() / median_s(lambda: target.copy_(source), device, seconds)
 
 
 def _factors(a_MK: Tensor, b_NK: Tensor, recipe: Recipe) -> tuple[Quantised, Quantised]:
@@ -61,7 +61,7 @@ def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.randn(rows, columns, dtype=torch.float32, device=device, generator=generator).to(dtype)
 
 
-def _median_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+def median_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Seconds of one call: the median of those that fit into ``seconds``, and of three at least."""
     for _ in range(3):  # libraries choose and load their kernels
         call()
