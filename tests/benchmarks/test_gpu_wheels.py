@@ -15,7 +15,7 @@ import wheels
 ROOT = Path(__file__).resolve().parents[2]
 #: Together they are all parts; apart, so that two of them can run beside each other.
 GROUPS = (
-    "products float8 attention loss optimizer", "casts syncs selftest", "train suspicions checkpoint experts",
+    "products float8 attention loss optimizer", "casts syncs selftest memory", "train suspicions checkpoint experts",
 )  # fmt: skip
 
 HIDING = """

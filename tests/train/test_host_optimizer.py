@@ -33,6 +33,7 @@ from quern.parallel.planning.mesh import build_mesh
 from quern.train import setup, summary
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
 from quern.train.config import OptimizerConfig
+from quern.train.processes import machine
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.step import host_optimizer
@@ -107,7 +108,7 @@ def test_a_run_that_the_machine_has_no_memory_for_is_refused(
     copies = " of it to copy checkpoints, and .* available; give checkpoint.mode=sync" if held[1] else " 0 B of it .*"
     monkeypatch.setattr(setup, "parallelize", allocated)
     for state, share, fits in (("host", 1.02, True), ("host", 0.98, False), ("device", 0.01, True)):
-        monkeypatch.setattr(summary, "available_memory", lambda share=share: int(share * sum(held)))
+        monkeypatch.setattr(machine, "available_memory", lambda share=share: int(share * sum(held)))
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"state": state})})
         told = f"^optimizer.state: host needs .* for 1 rank of this machine,.*{copies}"
         expected = pytest.raises(AllocatedError) if fits else pytest.raises(InputError, match=told)
@@ -121,7 +122,7 @@ def needed(patch: pytest.MonkeyPatch, config: Any, here: list[int], device: str)
     planned = summary.step_of(config, config.model.shape(VOCABULARY), layout)
 
     def fits(free: int) -> bool:
-        patch.setattr(summary, "available_memory", lambda: free)
+        patch.setattr(machine, "available_memory", lambda: free)
         with suppress(InputError):
             summary.check_host_memory(config, planned, here, device)
             return True
@@ -158,7 +159,7 @@ def test_pinned_copies_of_checkpoints_count_wherever_the_state_is(
     assert needed(monkeypatch, config, [0, 1, 2], "cpu") == 0
     layout = setup.check_settings(config, 3, VOCABULARY)
     planned = summary.step_of(config, config.model.shape(VOCABULARY), layout)
-    monkeypatch.setattr(summary, "available_memory", lambda: copied // 2)
+    monkeypatch.setattr(machine, "available_memory", lambda: copied // 2)
     told = r"^checkpoint\.mode: thread and process need .* for 2 ranks of this machine, .*; give checkpoint.mode=sync"
     with pytest.raises(InputError, match=told) if copied else nullcontext():
         summary.check_host_memory(config, planned, [0, 1], "cuda")
