@@ -9,7 +9,7 @@ from typing import Any
 from quern.errors import InputError
 from quern.model.float8.recipe import Recipe
 from quern.parallel.planning.step import Step
-from quern.planner.candidates import Choice, Wish
+from quern.planner.candidates import Choice, Wish, legal
 from quern.planner.hardware import Hardware, load_hardware, names
 from quern.planner.memory.peak import State
 from quern.planner.search import Found, Room, Search, room
@@ -45,7 +45,7 @@ def answer(
         "fits": fits, "legal": len(found),
         "best": None if best is None else row(best) | {"config": best.choice.sections(wish)},
         "reasons": [] if best is None else reasons(found),
-        "same": variants(best, state, hardware) if best is not None and fits else [],
+        "same": variants(best, wish, state, hardware) if best is not None and fits else [],
         "try": [] if fits else list(ways_out(wish, state, hardware)),
         "layouts": [row(one) for one in listed],
         "run": None if tokens is None or not fits else _run(best, wish, hardware, tokens),
@@ -100,18 +100,19 @@ def time_of(time: StepTime) -> dict[str, Any]:
     return asdict(time) | {"parts": dict(time.parts)}
 
 
-def variants(best: Found, state: State, hardware: Hardware) -> list[dict[str, str]]:
+def variants(best: Found, wish: Wish, state: State, hardware: Hardware) -> list[dict[str, str]]:
     """What a run may choose besides its layout, and what each would change in this one."""
     step, told = best.step, []
     layout, half = step.layout, replace(state, moment_bytes=2)
+    float8 = layout.float8 or (None if hardware.float8_flops is None else Recipe("rowwise"))
     tried = {
-        "float8.recipe rowwise": (replace(layout, float8=Recipe("rowwise")), state),
+        "float8.recipe rowwise": (replace(layout, float8=float8), state),
         "optimizer.moments bf16": (layout, half),
         "optimizer.state host": (replace(layout, host_state=True), state),
         "compile.enabled false": (replace(layout, compile_backend=None), state),
     }
     for what, (other, its) in tried.items():
-        if (other, its) == (layout, state) or (other.float8 and (layout.float8 or hardware.float8_flops is None)):
+        if (other, its) == (layout, state) or not legal(wish, other):
             continue
         changed = replace(step, layout=other)
         time = estimate(changed, hardware, its.moment_bytes)

@@ -16,7 +16,7 @@ from quern.parallel.planning.mesh import MeshPlan, divisors
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
 
-__all__ = ["Choice", "Wish", "candidates", "step_of"]
+__all__ = ["Choice", "Wish", "candidates", "legal", "step_of"]
 
 
 class _Dtype(NamedTuple):
@@ -114,16 +114,21 @@ def step_of(choice: Choice, wish: Wish) -> Step:
 
 def candidates(wish: Wish) -> Iterator[Choice]:
     """Every legal one. With ``host_state`` only where it is asked for."""
-    task = Task({"global_batch": wish.global_batch}, cuda=True, local_ranks=wish.node)
     for choice in _all(wish):
         batch = choice.plan.dp_size * choice.micro_batch
-        if wish.global_batch % batch or wish.seq_len % (choice.cp * choice.tp):
-            continue
-        try:
-            check_layout(wish.shape, choice.layout(wish), task)
-        except InputError:
-            continue
-        yield choice
+        if wish.global_batch % batch == wish.seq_len % (choice.cp * choice.tp) == 0 and legal(
+            wish, choice.layout(wish)
+        ):
+            yield choice
+
+
+def legal(wish: Wish, layout: Layout) -> bool:
+    """Whether a run takes it, apart from the sizes of batch and sequence."""
+    try:
+        check_layout(wish.shape, layout, Task({"global_batch": wish.global_batch}, cuda=True, local_ranks=wish.node))
+    except InputError:
+        return False
+    return True
 
 
 def _all(wish: Wish) -> Iterator[Choice]:

@@ -67,6 +67,17 @@ def test_what_does_not_fit_is_said_with_what_would_and_ends_in_1(capfd: pytest.C
     assert planned(*arguments[:3], "16", *arguments[4:]).exit_code == 0
 
 
+def test_what_a_plan_has_already_is_not_told_as_a_change(capfd: pytest.CaptureFixture[str]) -> None:
+    def changes(*more: str) -> list[str]:
+        told = json.loads(said(capfd, "plan", *SMALL, *more, "--json"))["same"]
+        return [one["why"].partition(":")[0] for one in told]
+
+    everything = ["float8.recipe rowwise", "optimizer.moments bf16", "optimizer.state host", "compile.enabled false"]
+    assert changes() == everything
+    assert changes("--float8", "blockwise", "--moments", "bf16") == everything[2:]
+    assert changes("--gpu", "a100", "--eager", "--fix", "host_state=true") == ["optimizer.moments bf16"]
+
+
 def test_undominated_layouts_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     told = json.loads(said(capfd, "plan", *SMALL, "--pareto", "--json"))["layouts"]
     assert len(told) > 2
