@@ -11,7 +11,7 @@ from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import buffer_elements, elements_held, traffic
 from quern.parallel.planning.weights import alike, block_weights
 from quern.planner.hardware import Hardware
-from quern.planner.memory.activations import block
+from quern.planner.memory.activations import block, last
 from quern.planner.memory.kernels import CUDA
 from quern.planner.memory.peak import State, in_flight, most_in_flight
 from quern.planner.search import COMES_AND_GOES, GIB, Room
@@ -77,7 +77,12 @@ def _activations(step: Step, state: State, room: Room, rank: int) -> Iterator[st
         )
         yield "  " + _under_way(step, state, rank)
     else:
-        yield f"With angles, ids, last norm and loss: {_gib(room.components.get('activations', 0))}."
+        ends = [one for one in last(step, CUDA) if one.size]
+        told = " + ".join(f"{one.what} {one.size / 2**20:,.1f} MiB" for one in ends)
+        whole = room.components.get("activations", 0)
+        shared = whole - mine * total - sum(one.size for one in ends)
+        if shared >= 0:  # else the moment is one at which other blocks' are gone
+            yield f"With {told} + angles and ids for all blocks {shared / 2**20:,.1f} MiB: {_gib(whole)}."
 
 
 def _under_way(step: Step, state: State, rank: int) -> str:
@@ -103,22 +108,26 @@ def _memory(step: Step, state: State, hardware: Hardware, room: Room, rank: int)
         sum(weight.padded(step.plan) for weight in block_weights(step.shape, step.plan.tp, layer, step.plan.ep))
         for layer, _ in alike(step.shape, range(step.shape.num_layers))
     )
+    rows, wide = step.shape.padded_vocab_size // step.plan.tp, step.compute_bytes + max(step.compute_bytes, 4)
     going = sum(room.components.get(part, 0) for part in COMES_AND_GOES)
     sums = {
         "weights": f"{own:,} × {step.reduce_bytes}", "moments": f"{own:,} × 2 × {state.moment_bytes}",
         "cast weights": f"{own:,} × {step.compute_bytes}", "gradients": f"{own:,} × {gradient}",
         "whole gradients": f"{kept.whole_gradients // gradient:,} parameters of all its stages × {gradient}",
         "pipeline buffers": f"{buffer_elements(step, rank) // hidden:,} of {hidden:,} elements × {step.compute_bytes}",
+        "logits and loss": f"a chunk's logits of {min(step.loss_chunk, step.tokens):,} tokens × {rows:,} ids × {wide} "
+        "bytes and FSDP2's messages, or the head's gradient as it is scaled",
+        "block in work": "what the backward of one block holds at a time"
+        + ", and its activations computed again" * (step.layout.activation_checkpointing != "none"),
         "allocator": f"of {_gib(going)} that come and go {hardware.fragmentation:.0%}",
         "context and libraries": "by the profile",
     }  # fmt: skip
     if step.layout.host_state:
         sums = {name: text for name, text in sums.items() if name not in ("weights", "moments", "cast weights")}
-    if rest := room.components.get("gathered weights", 0) - kept.gathered:
-        sums["gathered weights"] = (
-            f"{_gib(kept.gathered)} that stay gathered, and of blocks in work and on the way {largest:,} parameters × "
-            f"{rest / largest:g} bytes"
-        )
+    stay, rest = kept.gathered // step.compute_bytes, room.components.get("gathered weights", 0) - kept.gathered
+    sums["gathered weights"] = f"{stay:,} parameters that stay gathered × {step.compute_bytes}"
+    if rest > 0:
+        sums["gathered weights"] += f" + of blocks in work and on the way {largest:,} × {rest / largest:g}"
     for name, size in room.components.items():
         yield f"  {name}{f': {sums[name]}' if name in sums else ''} = {_gib(size)}"
     verdict = f"{_gib(room.has - room.needs)} are left" if not room.short else f"{_gib(room.short)} are missing"
