@@ -112,12 +112,12 @@ class IndexedRun:
     ``num_documents``, ``streams`` (in VERSION.json's order, held-out ones too).
 
     Raises:
-        InputError: no local data run, or one with damaged files; with ``build=False``, an index that does not stand.
+        InputError: no local data run, or one with damaged files.
         QuernError: the index cannot be written. Every method: the index is damaged.
     """
 
-    def __init__(self, run: str, *, build: bool = True, segment_documents: int = SEGMENT_DOCUMENTS) -> None:
-        state, self.built = open_index(run, build=build, segment_documents=segment_documents)
+    def __init__(self, run: str, *, segment_documents: int = SEGMENT_DOCUMENTS) -> None:
+        state, self.built = open_index(run, segment_documents=segment_documents)
         record = self.built.record
         self.run, self.run_id = state.run, state.run_id
         self.version: int = record["version"]

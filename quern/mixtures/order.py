@@ -129,11 +129,6 @@ class Order:
 
     # ---- steps
 
-    def step_of(self, g: int) -> int:
-        """The step that reads position ``g``."""
-        row = self._table.at_sample(checked_integer(g, "g", 0)).row
-        return row.first_step + (int(g) - row.first_sample) // row.global_batch
-
     def first_sample(self, step: int) -> int:
         """The first position that ``step`` reads."""
         row = self._table.at_step(checked_integer(step, "step", 0)).row

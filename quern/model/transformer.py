@@ -25,7 +25,7 @@ from quern.model.attention import BACKENDS, Documents, attend, attention_mask
 from quern.model.config import ModelShape
 from quern.model.float8.linear import Kept, apply_linear
 from quern.model.float8.recipe import Recipe
-from quern.model.loss import by_token, chunked_cross_entropy
+from quern.model.loss import Split, by_token, chunked_cross_entropy
 from quern.model.moe.layer import MoE
 from quern.model.rope import Rotation, rotate, rotation
 
@@ -239,7 +239,9 @@ class Transformer(nn.Module):
         x_BLD: Tensor = self.embed(tokens_BL)
         return x_BLD.to(self.compute_dtype or x_BLD.dtype)
 
-    def loss(self, x_BLD: Tensor, targets_BL: Tensor, weights_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, x_BLD: Tensor, targets_BL: Tensor, weights_B: Tensor | None = None, split: Split | None = None
+    ) -> tuple[Tensor, Tensor]:
         """``(loss_sum, nll_BL)`` of hidden states after the last norm; a split of the vocabulary replaces it."""
         cross_entropy = partial(
             chunked_cross_entropy,
@@ -247,6 +249,7 @@ class Transformer(nn.Module):
             vocab_size=self.shape.vocab_size,
             chunk=self.loss_chunk,
             z_loss=self.z_loss,
+            split=split,
             compiler=self.loss_compiler,
             kept=self.output_weight,
             weights_N=by_token(weights_B, targets_BL),

@@ -22,10 +22,13 @@ from fsspec.implementations.local import LocalFileSystem
 from quern import filesystem
 from quern.errors import InputError
 from quern.filesystem import FullError, is_temporary, needs_room, open_own, sync
-from quern.remote import ChangedError, Info, Objects, around_waits, hold, objects, takes_leases
 from quern.remote.concurrency import in_order
+from quern.remote.lease import hold, takes_leases
+from quern.remote.objects import Info, Objects, objects
 from quern.remote.patterns import matching
 from quern.remote.reader import open_object
+from quern.remote.retry import ChangedError
+from quern.remote.waits import around_waits
 
 __all__ = [
     "ChangedError",

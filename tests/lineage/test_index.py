@@ -28,7 +28,7 @@ def test_what_stands_is_not_built_again(run: Path, capsys: pytest.CaptureFixture
     assert open_run(run).built.new
     assert capsys.readouterr().err == f"building the lineage index of {run}\n"
     before = parts(run)
-    lineage = IndexedRun(str(run), build=False)
+    lineage = IndexedRun(str(run))
     assert not lineage.built.new
     assert capsys.readouterr().err == ""
     assert parts(run) == before
@@ -53,16 +53,6 @@ def test_two_builds_are_the_same_bytes(run: Path) -> None:
     shutil.rmtree(run / FOLDER)
     open_run(run)
     assert files() == first
-
-
-def test_without_leave_to_build_a_missing_or_old_index_is_refused(run: Path) -> None:
-    with pytest.raises(InputError, match="has no index, or one older than its files"):
-        IndexedRun(str(run), build=False)
-    assert not (run / FOLDER).exists()
-    open_run(run)
-    os.utime(next((run / "verdicts" / "web").iterdir()), ns=(1, 1))
-    with pytest.raises(InputError, match="older than its files"):
-        IndexedRun(str(run), build=False)
 
 
 @pytest.mark.slow
@@ -154,7 +144,8 @@ def test_a_new_corpus_version_makes_new_spans_alone(run: Path) -> None:
 def test_a_run_that_moved_keeps_its_index(run: Path, tmp_path: Path) -> None:
     open_run(run)
     moved = run.rename(tmp_path / "moved {} run")
-    lineage = IndexedRun(str(moved), build=False)
+    lineage = IndexedRun(str(moved))
+    assert not lineage.built.new
     assert lineage.streams[0].path == str(moved / "tokens" / "web")
     assert len(lineage.spans_of(np.arange(240)))
     assert lineage.verdict(0)["doc_id"] == lineage.documents(0).doc_ids[0]

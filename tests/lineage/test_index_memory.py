@@ -123,7 +123,8 @@ def test_six_times_the_documents_take_no_more_memory(tmp_path: Path) -> None:
     assert sizes[24] < 1.4 * sizes[4] + (16 << 20)
 
     # many segments and many buckets: the joins have lost and mixed up nothing
-    lineage = IndexedRun(str(run), build=False)
+    lineage = IndexedRun(str(run))
+    assert not lineage.built.new
     assert len(lineage.built.record["segments"]) == 12
     spans, _ = lineage.spans_in(lineage.streams[0], [0], [lineage.streams[0].total_tokens])
     assert b"".join(lineage.documents(spans.numbers).doc_ids) == streamed.tobytes()

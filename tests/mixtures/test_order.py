@@ -102,7 +102,8 @@ def test_equals_the_plain_order():
         edges = [g for row in run.order.phases for g in (row.first_sample - 1, row.first_sample) if 0 <= g < run.size]
         for g in some + edges:
             assert run.triples[g] == plain.sample(g)
-            assert run.order.step_of(g) == plain.step_of(g)
+            step = plain.step_of(g)
+            assert run.order.first_sample(step) <= g < run.order.first_sample(step + 1)
         assert [row.offset for row in run.order.phases] == [row["offset"] for row in plain.table]
         for g in some[:10]:
             assert run.order.locate(*run.triples[g]) == g == plain.locate(*run.triples[g])
@@ -248,7 +249,6 @@ def test_steps_and_batches_follow_the_ramp():
             size = sizes.get(step, size)
             assert order.first_sample(step) == g
             assert order.global_batch_at(step) == size
-            assert {order.step_of(g), order.step_of(g + size - 1)} == {step}
             for got, whole in zip(order.batch(step), (run.sources, run.epochs, run.window), strict=True):
                 assert got.shape == (size,)
                 assert got.dtype == np.uint64

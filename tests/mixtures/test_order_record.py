@@ -180,7 +180,6 @@ def test_what_is_no_position_is_refused_by_name():
             (lambda order: order.locate(0, 0, -1), "window: expected an integer ≥ 0"),
             (lambda order: order.locate(0, 0, 0.0), "window: expected an integer"),
             (lambda order: order.locate_many(0, [0], [-1]), "windows: expected integers ≥ 0"),
-            (lambda order: order.step_of(-1), "g: expected an integer ≥ 0"),
             (lambda order: order.first_sample(-1), "step: expected an integer ≥ 0"),
             (lambda order: order.batch(-1), "step: expected an integer ≥ 0"),
             (lambda order: order.global_batch_at(1.0), "step: expected an integer"),

@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from quern.remote import Backoff, Objects
+from quern.remote.objects import Objects
+from quern.remote.retry import Backoff
 from support.remote import s3_server
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from quern import storage
 from quern.errors import QuernError
-from quern.remote import hold, lease
+from quern.remote import lease
+from quern.remote.lease import hold
 from support.remote.s3_server import Fault, Server
 from support.waits import until
 
@@ -134,7 +135,7 @@ def test_one_that_beats_on_another_machine_is_left_alone(server: Server) -> None
 
 def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(server: Server) -> None:
     code = (
-        "import sys, time\nfrom quern.remote import hold\n"
+        "import sys, time\nfrom quern.remote.lease import hold\n"
         "with hold(sys.argv[1], 'run', period_s=60, stale_s=600):\n    print('held', flush=True)\n    time.sleep(600)\n"
     )
     first = subprocess.Popen(

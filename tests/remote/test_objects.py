@@ -18,9 +18,11 @@ import s3fs
 
 from quern import storage
 from quern.errors import InputError
-from quern.remote import Backoff, ChangedError, StoreError, objects, s3
+from quern.remote import s3
 from quern.remote.concurrency import PART_BYTES
 from quern.remote.connection import Connection
+from quern.remote.objects import objects
+from quern.remote.retry import Backoff, ChangedError, StoreError
 from quern.remote.sink import Sink
 from support.remote.s3_server import Fault, Server
 

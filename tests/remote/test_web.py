@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 
 from quern import storage
-from quern.remote import Backoff, ChangedError, Objects, StoreError
+from quern.remote.objects import Objects
+from quern.remote.retry import Backoff, ChangedError, StoreError
 from support.remote import web_server
 from support.remote.web_server import Fault, Web
 

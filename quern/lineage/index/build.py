@@ -122,11 +122,11 @@ def _stamps(folder: str, only: str | None = None) -> Iterator[tuple[str, int, in
             yield f"{name}/{entry.name}", status.st_size, status.st_mtime_ns
 
 
-def open_index(run: str, *, build: bool = True, segment_documents: int = SEGMENT_DOCUMENTS) -> tuple[State, Built]:
+def open_index(run: str, *, segment_documents: int = SEGMENT_DOCUMENTS) -> tuple[State, Built]:
     """Open the index of a run, built first if necessary.
 
     Raises:
-        InputError: no data run, or one whose files are damaged; with ``build=False``, an index that does not stand.
+        InputError: no data run, or one whose files are damaged.
         QuernError: the index cannot be written, or the run is being written to.
     """
     for _ in range(_ATTEMPTS):
@@ -135,8 +135,6 @@ def open_index(run: str, *, build: bool = True, segment_documents: int = SEGMENT
         record = _read(state, folder)
         if record is not None:
             return state, Built(record, False, 0, folder)
-        if not build:
-            raise InputError(f"{state.run}: has no index, or one older than its files; run: quern lineage index")
         try:
             try:
                 built = _build(state, folder, segment_documents)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quern.errors import InputError
 from quern.model.config import ModelShape
-from quern.model.loss import by_token, chunked_cross_entropy
 from quern.model.moe.layer import MoE
 from quern.model.transformer import Attention, Block, FeedForward, Linear, Transformer
 from quern.parallel.tensors.collectives import Ranks, gather, gather_multiply, multiply_scatter, sum_scatter
@@ -68,6 +68,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = Fals
         model.embed_tokens = vocabulary.embed_tokens  # type: ignore[method-assign]
     if model.norm is not None:
         model.loss = vocabulary.loss  # type: ignore[assignment, method-assign]
+        model.with_output_weight = vocabulary.with_output_weight  # type: ignore[method-assign]
         model.logits = vocabulary.logits  # type: ignore[assignment, method-assign]
 
 
@@ -158,35 +159,23 @@ class _Vocabulary:
 
     def loss(self, x_BlD: Tensor, targets_BL: Tensor, weights_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`Transformer.loss`."""
-
-        def cross_entropy(x_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-            return chunked_cross_entropy(
-                x_ND,
-                to_local(weight_VD),
-                targets_BL.flatten(),
-                vocab_size=self.model.shape.vocab_size,
-                chunk=self.model.loss_chunk,
-                z_loss=self.model.z_loss,
-                split=self,
-                compiler=self.model.loss_compiler,
-                weights_N=by_token(weights_B, targets_BL),
-            )
-
-        x_ND = gather(x_BlD, self.ranks).flatten(0, 1)
-        loss_sum, nll_N = self.model.with_output_weight(x_ND, cross_entropy)
-        return loss_sum, nll_N.view(targets_BL.shape)
+        return Transformer.loss(self.model, gather(x_BlD, self.ranks), targets_BL, weights_B, split=self)
 
     @torch.no_grad()
     def logits(self, x_BlD: Tensor) -> Tensor:
         """See :meth:`Transformer.logits`; without gradient."""
         x_BLD = gather(x_BlD, self.ranks)
         part_BLV: Tensor = self.model.with_output_weight(
-            x_BLD, lambda x_BLD, weight_VD: F.linear(x_BLD, to_local(weight_VD).to(x_BLD.dtype))
+            x_BLD, lambda x_BLD, weight_VD: F.linear(x_BLD, weight_VD.to(x_BLD.dtype))
         )
         parts = [torch.empty_like(part_BLV) for _ in range(self.ranks.size)]
         dist.all_gather(parts, part_BLV.contiguous(), group=self.group)
         logits_BLV = torch.cat(parts, -1)[..., : self.model.shape.vocab_size]
         return logits_BLV.to(torch.promote_types(x_BLD.dtype, torch.float32))
+
+    def with_output_weight(self, x: Tensor, use: Callable[[Tensor, Tensor], Any]) -> Any:
+        """See :meth:`Transformer.with_output_weight`; with this rank's rows."""
+        return Transformer.with_output_weight(self.model, x, lambda x, weight_VD: use(x, to_local(weight_VD)))
 
     def max_(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)

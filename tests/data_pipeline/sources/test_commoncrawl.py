@@ -18,7 +18,8 @@ from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.commoncrawl import parse_files
 from quern.errors import InputError
-from quern.remote import Backoff, Objects, StoreError
+from quern.remote.objects import Objects
+from quern.remote.retry import Backoff, StoreError
 from support.data_pipeline.digests import pages_hash
 from support.data_pipeline.sources_warc_files import record
 from support.named_cases import with_each

@@ -16,7 +16,8 @@ from quern.errors import QuernError
 from quern.lineage.purge.apply.clean import clean
 from quern.lineage.purge.proof.verify import verify
 from quern.lineage.purge.record import audit
-from quern.remote import Backoff, Objects
+from quern.remote.objects import Objects
+from quern.remote.retry import Backoff
 from support.purge import purge_case as P
 from support.remote import s3_server
 

@@ -13,6 +13,7 @@ from quern.train.batches.corpus import Corpus
 from quern.train.batches.mixture import plan_mixture
 from quern.train.config import TrainConfig
 from support.lineage import runs
+from support.train.exposures import step_of
 
 POISON = "https://poison.example/garbled?x=<script>alert(1)</script>"
 SEQ_LEN, BATCH, STEPS = 64, 4, 118
@@ -81,7 +82,7 @@ def _steps(folder: Path, found: runs.Listing) -> dict[bytes, int]:
         if window == last < order.windows[0] and 45 <= row["length"] <= 55:
             g = order.locate(0, 0, window)
             assert g is not None
-            steps[row["doc_id"]] = order.step_of(g)
+            steps[row["doc_id"]] = step_of(order, g)
     return steps
 
 

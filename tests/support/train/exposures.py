@@ -26,9 +26,15 @@ def exposures(
     """
     g = order.locate(source, epoch, window)
     lines = list(entries)
-    data_step = -1 if g is None else order.step_of(g)
+    data_step = -1 if g is None else step_of(order, g)
     steps = [part.step + data_step - part.data_step for part in surviving(lines, t_end) if _has(part, data_step)]
     return [Exposure(step, data_step, _applied(lines, step, data_step)) for step in steps]
+
+
+def step_of(order: Order, g: int) -> int:
+    """The step that reads position ``g``."""
+    row = [row for row in order.phases if row.first_sample <= g][-1]
+    return row.first_step + (g - row.first_sample) // row.global_batch
 
 
 def _has(part: Any, data_step: int) -> bool:
