@@ -10,12 +10,13 @@ from quern.parallel.planning.held import held
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import buffer_elements, elements_held, traffic
 from quern.parallel.planning.weights import alike, block_weights
+from quern.planner.answer import MOMENTS
 from quern.planner.hardware import Hardware
 from quern.planner.memory.activations import block, last
 from quern.planner.memory.kernels import CUDA
 from quern.planner.memory.peak import State, in_flight, most_in_flight
 from quern.planner.search import COMES_AND_GOES, GIB, Room
-from quern.planner.time.estimate import StepTime
+from quern.planner.time.estimate import BESIDE, StepTime
 from quern.planner.time.messages import seconds
 
 __all__ = ["explain"]
@@ -46,12 +47,11 @@ def _state(step: Step, rank: int, moment_bytes: int) -> Iterator[str]:
     )
     yield f"{number:,} parameters × {each} = {number * each / 1e9:,.1f} GB for the whole model."
     ways = " × ".join(
-        f"{name} {value}" for name, value in (("dp_shard × cp", plan.shards), ("tp", plan.tp), ("pp", plan.pp))
-        if value > 1
-    )  # fmt: skip
+        f"{name} {getattr(plan, name)}" for name in ("dp_shard", "cp", "tp", "pp") if getattr(plan, name) > 1
+    )
     own = elements_held(step, rank)
-    split = f"Split over {ways}, a" if ways else "A"
-    yield f"{split} rank holds {own:,} parameters: {own:,} × {each} = {own * each / GIB:,.2f} GiB."
+    split = f"Split over {ways}, the" if ways else "The"
+    yield f"{split} rank that needs most holds {own:,} parameters: {own:,} × {each} = {own * each / GIB:,.2f} GiB."
 
 
 def _activations(step: Step, state: State, room: Room, rank: int) -> Iterator[str]:
@@ -59,9 +59,10 @@ def _activations(step: Step, state: State, room: Room, rank: int) -> Iterator[st
     layer = shape.num_layers - 1
     yield "# Activations"
     yield (
-        f"A micro-batch has {layout.micro_batch} × {layout.seq_len:,} tokens"
+        f"A step has {step.num_micro_batches:,} micro-batches of {layout.micro_batch} × {layout.seq_len:,} tokens"
         + (f" / cp {plan.cp}" if plan.cp > 1 else "")
-        + f" = {step.tokens:,}. With checkpointing {layout.activation_checkpointing} a block keeps for its backward:"
+        + f" = {step.tokens:,}. With checkpointing {layout.activation_checkpointing} a "
+        + f"{'compiled ' if layout.compile_backend else ''}block keeps for its backward:"
     )
     kept = [one for one in block(step, layer, CUDA) if one.size]
     for one in kept:
@@ -71,9 +72,15 @@ def _activations(step: Step, state: State, room: Room, rank: int) -> Iterator[st
     mine = sum(layers[stage] for stage in layout.stages_of(room.place)) if plan.pp > 1 else shape.num_layers
     yield f"Together {total / 2**20:,.1f} MiB; a rank has {mine} blocks: {mine * total / GIB:,.2f} GiB a micro-batch."
     if plan.pp > 1:
+        chunks = len(layout.stages_of(room.place))
+        most = f"pp − place = {plan.pp - room.place} with 1f1b"
+        if chunks > 1:
+            turns = (chunks - 1) * plan.pp + 2 * (plan.pp - room.place - 1) + 1
+            most = f"(stages − 1) · pp + 2 · (pp − place − 1) + 1 = {turns} stages' parts with interleaved_1f1b"
         yield (
-            f"At place {room.place} of the pipeline several micro-batches are under way at a time (with 1f1b "
-            f"pp − place = {plan.pp - room.place} at most; blocks and what all of a micro-batch share, in each stage):"
+            f"At place {room.place} of the pipeline several micro-batches are under way at a time, at most {most}; "
+            "each keeps blocks, and angles and ids. What was sent is kept until "
+            + ("the step ends, as torch does where a rank has several stages:" if chunks > 1 else "the next message:")
         )
         yield "  " + _under_way(step, state, rank)
     else:
@@ -102,6 +109,7 @@ def _under_way(step: Step, state: State, rank: int) -> str:
 
 def _memory(step: Step, state: State, hardware: Hardware, room: Room, rank: int) -> Iterator[str]:
     yield "# The most that a rank holds"
+    yield f"{MOMENTS[room.moment].capitalize()}:"
     own, kept, gradient = elements_held(step, rank), held(step, state.moment_bytes, rank), step.gradient_bytes
     hidden = step.tokens // step.plan.tp * step.shape.dim
     largest = max(
@@ -119,7 +127,7 @@ def _memory(step: Step, state: State, hardware: Hardware, room: Room, rank: int)
         "bytes and FSDP2's messages, or the head's gradient as it is scaled",
         "block in work": "what the backward of one block holds at a time"
         + ", and its activations computed again" * (step.layout.activation_checkpointing != "none"),
-        "allocator": f"of {_gib(going)} that come and go {hardware.fragmentation:.0%}",
+        "allocator": f"of {_gib(going)} of {', '.join(COMES_AND_GOES)} {hardware.fragmentation:.0%}",
         "context and libraries": "by the profile",
     }  # fmt: skip
     if step.layout.host_state:
@@ -159,9 +167,11 @@ def _traffic(step: Step, hardware: Hardware, rank: int) -> Iterator[str]:
     share, near = hardware.efficiency.links, min(hardware.node, step.plan.world_size)
     yield (
         f"Seconds are GB over {share * inside.bytes_per_s / 1e9:,.0f} GB/s within a node of {near} GPUs, and what "
-        f"leaves it over {share * outside.bytes_per_s / 1e9:,.0f} GB/s of each GPU, whichever takes longer, and for "
-        f"each call {inside.latency_s * 1e6:g} µs and {outside.latency_s * 1e6:g} µs a hop. Those of tp, cp and ep add "
-        "to the step; those of dp travel beside compute."
+        f"leaves it, (nodes − 1)/nodes · M, over {share * outside.bytes_per_s / 1e9:,.0f} GB/s of each of the group's "
+        f"GPUs in a node, whichever takes longer; and for each call {inside.latency_s * 1e6:g} µs a hop within a "
+        f"node and {outside.latency_s * 1e6:g} µs between nodes. Those of tp, cp and ep add to the step. Those of dp "
+        f"travel beside compute, but for a first gather and a last scatter: they add what is longer than compute, and "
+        f"{BESIDE:.0%} of the rest, as they take multiprocessors. A pipeline's sends delay the next stage."
     )
 
 
@@ -176,6 +186,7 @@ def _bubble(step: Step) -> Iterator[str]:
     if layout.scheduling != "1f1b":
         found = bubble(layout.scheduling, stages, layout.num_stages // stages, number)
         yield f"{layout.scheduling} with {layout.num_stages // stages} stages a rank, simulated: {found:.2%}."
+    yield "The plan simulates the schedule with the times of its own stages, which are not equal."
 
 
 def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
@@ -192,8 +203,8 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
     )
     best = full * tokens / gpus / hardware.flops
     yield (
-        f"{tokens:,} tokens a step on {gpus:,} GPUs of {hardware.flops / 1e12:,.0f} TFLOP/s: at the least {full:.4g} · "
-        f"{tokens:,} / {gpus:,} / {hardware.flops:.4g} = {best:.3f} s."
+        f"{tokens:,} tokens a step on {gpus:,} GPUs of {hardware.flops / 1e12:,.0f} TFLOP/s, with all of attention as "
+        f"MFU usually counts: {full:.4g} · {tokens:,} / {gpus:,} / {hardware.flops:.4g} = {best:.3f} s."
     )
     reached = 6 * matmul * tokens / gpus / hardware.flops / hardware.efficiency.products
     yield (
@@ -202,7 +213,10 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
         "the slowest rank's share of layers and logits, and a time for each kernel make it what is planned."
     )
     yield "Planned are " + " + ".join(f"{name} {value:.3f}" for name, value in time.parts.items() if value >= 0.0005)
-    yield f"= {time.seconds:.3f} s; MFU = {best:.3f} / {time.seconds:.3f} = {time.mfu_full:.1%}."
+    yield (
+        f"= {time.seconds:.3f} s; MFU = {best:.3f} / {time.seconds:.3f} = {time.mfu_full:.1%}, and with "
+        f"attention's causal half {time.mfu_causal:.1%}. The efficiencies and their sources are in the profile."
+    )
 
 
 def _gib(number: int) -> str:
