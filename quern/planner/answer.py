@@ -92,7 +92,7 @@ def name_of(choice: Choice) -> str:
 
 def memory_of(room: Room) -> dict[str, Any]:
     """The place and moment at which a rank needs the most, and bytes by component."""
-    return asdict(room) | {"needs": room.needs, "short": room.short}
+    return asdict(room) | {"needs": room.needs, "short": room.short, "lacks": room.lacks}
 
 
 def time_of(time: StepTime) -> dict[str, Any]:
@@ -129,7 +129,11 @@ def ways_out(wish: Wish, state: State, hardware: Hardware) -> Iterator[dict[str,
         [("optimizer.state: host", host, state, hardware)],
         [("optimizer.moments: bf16", replace(wish, moments_bf16=True), half, hardware)],
         [(f"{one.gpus:,} GPUs", one, state, hardware) for one in more],
-        [(one.title, wish, state, one) for one in larger if one.memory_gib > hardware.memory_gib],
+        [
+            (one.title, replace(wish, node=min(wish.gpus, one.node)), state, one)
+            for one in larger
+            if one.memory_gib > hardware.memory_gib
+        ],
     ):
         for what, its, kept, profile in ways:
             found = Search(its, kept, profile)
@@ -156,7 +160,7 @@ def reasons(found: Search) -> list[dict[str, str]]:
 
 def _worse(best: Found, other: Found) -> str:
     if other.room.short or other.time is None or best.time is None:
-        return f"is short by {size(other.room.short)} ({largest(other.room.components)})"
+        return f"is short by {other.room.lacks} ({largest(other.room.components)})"
     slower = other.time.seconds / best.time.seconds - 1
     needs = other.room.needs - best.room.needs
     memory = f"{size(abs(needs))} {'more' if needs > 0 else 'less'} memory"

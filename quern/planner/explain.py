@@ -42,8 +42,9 @@ def _state(step: Step, rank: int, moment_bytes: int) -> Iterator[str]:
     yield "# Model state"
     yield (
         f"A parameter takes {step.reduce_bytes} bytes for its master, {moment_bytes} for each of Adam's two moments "
-        f"and {gradient} for its gradient: {each}. (With weights and gradients in BF16 and FP32 copies it is 16 too: "
-        "Rajbhandari et al. 2020, section 3.1.)"
+        f"and {gradient} for its gradient: {each}."
+        + " (With weights and gradients in BF16 and FP32 copies it is 16 too: Rajbhandari et al. 2020, section 3.1.)"
+        * (each == 16)
     )
     yield f"{number:,} parameters × {each} = {number * each / 1e9:,.1f} GB for the whole model."
     ways = " × ".join(
@@ -52,6 +53,8 @@ def _state(step: Step, rank: int, moment_bytes: int) -> Iterator[str]:
     own = elements_held(step, rank)
     split = f"Split over {ways}, the" if ways else "The"
     yield f"{split} rank that needs most holds {own:,} parameters: {own:,} × {each} = {own * each / GIB:,.2f} GiB."
+    if step.layout.host_state:
+        yield "Masters and moments of these are in the host's memory, and weights as they are used on the GPU."
 
 
 def _activations(step: Step, state: State, room: Room, rank: int) -> Iterator[str]:
@@ -138,7 +141,7 @@ def _memory(step: Step, state: State, hardware: Hardware, room: Room, rank: int)
         sums["gathered weights"] += f" + of blocks in work and on the way {largest:,} × {rest / largest:g}"
     for name, size in room.components.items():
         yield f"  {name}{f': {sums[name]}' if name in sums else ''} = {_gib(size)}"
-    verdict = f"{_gib(room.has - room.needs)} are left" if not room.short else f"{_gib(room.short)} are missing"
+    verdict = f"{_gib(room.has - room.needs)} are left" if not room.short else f"{room.lacks} are missing"
     yield f"Together {room.needs / GIB:,.2f} GiB of {room.has / GIB:,.2f} GiB: {verdict}."
 
 
@@ -206,11 +209,13 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
         f"{tokens:,} tokens a step on {gpus:,} GPUs of {hardware.flops / 1e12:,.0f} TFLOP/s, with all of attention as "
         f"MFU usually counts: {full:.4g} · {tokens:,} / {gpus:,} / {hardware.flops:.4g} = {best:.3f} s."
     )
+    float8 = "" if step.layout.float8 is None else ", if all were in BF16; FP8 ones take their own rate, and casts"
     reached = 6 * matmul * tokens / gpus / hardware.flops / hardware.efficiency.products
     yield (
         f"Large products reach {hardware.efficiency.products:.1%} of that: 6 · {matmul:,} · {tokens:,} / {gpus:,} / "
         f"{hardware.flops:.4g} / {hardware.efficiency.products:g} = {reached:.3f} s; rows and columns in whole tiles, "
-        "the slowest rank's share of layers and logits, and a time for each kernel make it what is planned."
+        "the slowest rank's share of layers and logits, and a time for each kernel make it what is planned"
+        f"{float8}."
     )
     yield "Planned are " + " + ".join(f"{name} {value:.3f}" for name, value in time.parts.items() if value >= 0.0005)
     yield (

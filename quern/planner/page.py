@@ -47,7 +47,7 @@ def render(told: Mapping[str, Any], found: Search, wish: Wish, state: State, har
     best = found.best
     assert best is not None
     run, time = told["run"], best.time
-    verdict = name_of(best.choice) if told["fits"] else f"Short by {size(best.room.short)} in {name_of(best.choice)}"
+    verdict = name_of(best.choice) if told["fits"] else f"Short by {best.room.lacks} in {name_of(best.choice)}"
     cells = [
         ("memory", size(best.room.needs), f"of {size(best.room.has)}"),
         ("legal layouts", num(told["legal"]), ""),
@@ -170,5 +170,5 @@ def _layouts(found: Search, best: Found) -> str:
 def _row(one: Found) -> tuple[str, ...]:
     time, own = one.time, (show(name_of(one.choice), 200), size(one.room.needs))
     if time is None:
-        return *own, size(one.room.short)
+        return *own, show(one.room.lacks)
     return *own, f"{time.seconds:.2f} s", num(time.tokens_per_gpu_s), f"{time.mfu_full:.1%}"

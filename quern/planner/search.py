@@ -17,6 +17,7 @@ from quern.planner.candidates import Choice, Wish, candidates, step_of
 from quern.planner.hardware import Hardware
 from quern.planner.memory.peak import State, moments
 from quern.planner.time.estimate import AtLeast, StepTime, estimate
+from quern.words import size
 
 __all__ = ["Found", "Room", "Search", "pareto", "room"]
 
@@ -52,6 +53,12 @@ class Room:
     def short(self) -> int:
         """Bytes that are missing; 0 = it fits."""
         return max(0, self.needs - self.has, self.on_host - self.host_has)
+
+    @property
+    def lacks(self) -> str:
+        """The same in words."""
+        where = " of the host's memory for a GPU" if self.short > max(0, self.needs - self.has) else ""
+        return f"{size(self.short)}{where}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Search:
         micro-batches of others among them."""
         looked = (self._look(number, short=True) for number, (_, choice, _) in enumerate(self._legal) if keep(choice))
         short = [one for one in looked if one is not None and one.time is None]
-        return sorted(short, key=lambda one: (one.room.short, one.choice.pp))[:most]
+        return sorted(short, key=lambda one: (one.room.short, one.room.needs, one.choice.pp))[:most]
 
     @cached_property
     def best(self) -> Found | None:
@@ -131,8 +138,9 @@ class Search:
             return known
         _, choice, step = self._legal[number]
         alike = replace(choice, micro_batch=1)
-        # but where one micro-batch alone is left
-        if self._too_large.get(alike, choice.micro_batch) < choice.micro_batch and step.num_micro_batches > 1:
+        # but where one micro-batch alone is left, or fewer messages are kept until the step ends
+        grows = step.num_micro_batches > 1 and step.layout.num_stages <= step.plan.pp
+        if grows and self._too_large.get(alike, choice.micro_batch) < choice.micro_batch:
             return None
         if not short and self._state_is_too_large(choice, step):
             return None
@@ -148,8 +156,8 @@ class Search:
         alike = replace(choice, micro_batch=1, checkpointing="none")
         if alike not in self._known:
             bytes_of_one = step.reduce_bytes + 2 * self._state.moment_bytes + step.gradient_bytes
-            size = 0 if choice.host_state else elements_held(step) * bytes_of_one
-            self._known[alike] = size > self._hardware.memory_gib * GIB
+            held = 0 if choice.host_state else elements_held(step) * bytes_of_one
+            self._known[alike] = held > self._hardware.memory_gib * GIB
         return self._known[alike]
 
 
@@ -177,7 +185,7 @@ def room(step: Step, state: State, hardware: Hardware, places: Iterable[int] | N
                 "allocator": int(going * hardware.fragmentation),
                 "context and libraries": int(hardware.reserved_gib * GIB),
             }
-            components = {part: size for part, size in told.items() if size}
+            components = {part: number for part, number in told.items() if number}
             found = Room(place, name, components, int(hardware.memory_gib * GIB), on_host, int(hardware.host_gib * GIB))
             if worst is None or (found.short, found.needs) > (worst.short, worst.needs):
                 worst = found

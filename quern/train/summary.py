@@ -13,6 +13,7 @@ from quern.mixtures.order import Order
 from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
+from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.experts import exchange_stages, expected_rows, kept_bytes
 from quern.parallel.planning.float8 import fitting, local_sizes
 from quern.parallel.planning.held import held
@@ -144,10 +145,13 @@ def plan_of(run: Any, tokens: int, gpu: str | None = None) -> dict[str, Any] | N
         if not isinstance(sizes, dict) or {*map(type, sizes.values())} != {int}:
             raise InputError(f"{run.path}: run.json: layout: expected sizes of axes, got {sizes!r}")
         plan, batch = plan_mesh(config.parallel, math.prod(sizes.values())), tokens // config.seq_len
-        if not batch or batch % (plan.dp_size * config.micro_batch):
+        if batch not in {config.global_batch, *(phase.global_batch for phase in config.phases)}:
+            raise InputError(f"{run.path}: expected steps of a batch that its config has, got {batch} sequences")
+        if batch % (plan.dp_size * config.micro_batch):
             raise InputError(f"{run.path}: expected whole micro-batches on {plan}, got {batch} sequences a step")
         given = config.model_copy(update={"device": "cuda", "global_batch": batch})  # phases have others than the first
         step = step_of(given, shape, layout_of_config(given, plan))
+        check_layout(shape, step.layout, Task({"global_batch": batch}, cuda=True))
         told = {} if hardware is None else planned(step, run_state(given), hardware)
         tensors = sum(peak_memory(step, given)["components"].values())
     except InputError:

@@ -149,6 +149,12 @@ def test_a_link_solves_the_times_of_a_small_and_a_large_message(kind: str, ways:
     assert collective(Hardware.model_validate(own), kind, large[0], 4, 1) == pytest.approx(large[1])
 
 
+@pytest.mark.parametrize("took", [1e-3, 5e-4])
+def test_a_large_message_that_took_no_longer_than_a_small_one_is_refused(took: float) -> None:
+    with pytest.raises(module.InputError, match="all_gather of 2 ranks: 16,384 bytes took no longer than 1,024"):
+        solve("all_gather", 2, (1024, 1e-3), (16_384, took))
+
+
 def joined(folder: str, names: list[str]) -> list[str]:
     """On each rank, with a host's name of its own: the profile, and what lies in ``folder`` then."""
     rank = int(os.environ["RANK"])

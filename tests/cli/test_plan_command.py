@@ -84,6 +84,8 @@ def test_undominated_layouts_are_listed(capfd: pytest.CaptureFixture[str]) -> No
     times, sizes = ([one[part][key] for one in told] for part, key in (("time", "seconds"), ("memory", "needs")))
     assert times == sorted(times)
     assert sizes == sorted(sizes, reverse=True)
+    two = json.loads(said(capfd, "plan", *SMALL, "--pareto", "--top", "2", "--json"))["layouts"]
+    assert two == told[:2]
 
 
 def test_the_config_that_is_written_is_the_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

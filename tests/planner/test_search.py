@@ -12,7 +12,7 @@ import yaml
 from quern.errors import InputError
 from quern.model.config import ModelConfig
 from quern.parallel.planning import bubble
-from quern.planner.answer import answer
+from quern.planner.answer import answer, ways_out
 from quern.planner.candidates import Choice, Wish, candidates, step_of
 from quern.planner.hardware import Hardware, load_hardware, names
 from quern.planner.memory.peak import State
@@ -191,6 +191,7 @@ def test_state_on_the_host_needs_room_there() -> None:
     assert not found.fastest()
     assert found.best is not None
     assert found.best.room.short == found.best.room.on_host - found.best.room.host_has > 0
+    assert found.best.room.lacks.endswith(" of the host's memory for a GPU")
 
 
 def test_one_large_micro_batch_may_fit_where_several_small_ones_do_not() -> None:
@@ -201,6 +202,35 @@ def test_one_large_micro_batch_may_fit_where_several_small_ones_do_not() -> None
     tight = hardware.model_copy(update={"memory_gib": 70.0})
     by_hand = {one.micro_batch for one in candidates(wish) if not room(step_of(one, wish), state, tight).short}
     assert {one.choice.micro_batch for one in Search(wish, state, tight).fastest()} == by_hand == {4}
+
+
+def test_a_large_micro_batch_may_need_less_where_messages_are_kept() -> None:
+    """Interleaved, a rank keeps what it sent until the step ends, and larger micro-batches are fewer messages."""
+    fixed = {
+        "pp": 4, "tp": 1, "cp": 1, "dp_shard": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 4,
+        "checkpointing": "full",
+    }  # fmt: skip
+    wish = Wish(ModelConfig(preset="1B").shape(128_256), 16, 8, 4096, 64, fixed=fixed)
+    state, tight = State(documents=True), load_hardware("h100").model_copy(update={"memory_gib": 14.0})
+    by_hand = {one.micro_batch for one in candidates(wish) if not room(step_of(one, wish), state, tight).short}
+    assert {one.choice.micro_batch for one in Search(wish, state, tight).fastest()} == by_hand
+    assert by_hand
+    assert 1 not in by_hand
+
+
+def test_a_model_of_one_layer_is_planned() -> None:
+    wish = Wish(ModelConfig(**SIZES | {"num_layers": 1}).shape(VOCAB), 2, 8, 8192, 8)
+    assert Search(wish, State(), small(80)).best is not None
+
+
+def test_what_would_fit_on_another_gpu_is_a_layout_of_its_nodes() -> None:
+    """A node of an NVL72 takes 16 ranks of tp, and one of MI300X eight."""
+    fixed = {"tp": 16, "pp": 1, "cp": 1, "dp_shard": 1, "checkpointing": "none", "micro_batch": 1}
+    wish = Wish(ModelConfig(preset="llama3-70b").shape(128_256), 16, 16, 69_632, 64, fixed=fixed)
+    whole, one = load_hardware("gb200-nvl72"), load_hardware("mi300x")
+    assert whole.memory_gib < one.memory_gib
+    assert Search(wish, State(), one).fastest()  # as if tp went over nodes
+    assert one.title not in [way["what"] for way in ways_out(wish, State(), whole)]
 
 
 @pytest.mark.parametrize("name", names())

@@ -50,7 +50,7 @@ def made(tmp_path: Path) -> Made:
     config = {
         "run_dir": str(made.path), "steps": STEPS, "data": [{"path": "y", "weight": 1}], "seq_len": SEQ_LEN,
         "global_batch": 4, "model": MODEL, "precision": "bf16", "parallel": {"dp_shard": 2},
-        "schedule": {"warmup": 5},
+        "schedule": {"warmup": 5}, "phases": [{"first_step": 50, "global_batch": 8}],
     }  # fmt: skip
     (made.path / "config.yaml").write_text(yaml.safe_dump(config))
     record(made)
@@ -141,7 +141,14 @@ def test_what_was_not_measured_or_cannot_be_planned_is_left_out(made: Made) -> N
         assert plan_of(open_run(str(made.path)), 128) is None
         with pytest.raises(InputError):
             plan_of(open_run(str(made.path)), 128, "h100")
-    record(made)
+    config["metrics"] = {"peak_tflops": None}
+    (made.path / "config.yaml").write_text(yaml.safe_dump(config))
+    record(made, device=H100)
+    assert plan_of(open_run(str(made.path)), 8 * SEQ_LEN) is not None
+    for tokens in (0, -8 * SEQ_LEN, 16 * SEQ_LEN, 10**12 * SEQ_LEN, 10**300):  # of a damaged line of metrics
+        assert plan_of(open_run(str(made.path)), tokens) is None
+    (made.path / "config.yaml").write_text(yaml.safe_dump(config | {"parallel": {"dp_shard": 2, "ep": 2}}))
+    assert plan_of(open_run(str(made.path)), 8 * SEQ_LEN) is None
     refused = CliRunner().invoke(app, ["train", "report", str(made.path), "--gpu", "h101"])
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert refused.stderr.startswith("error: --gpu: expected one of h100, ")

@@ -62,7 +62,7 @@ def layouts(
     top: Annotated[int, typer.Option(min=1, help="Layouts that are listed.")] = 8,
     explain: Annotated[bool, typer.Option("--explain", help="Walk through the arithmetic of the best layout.")] = False,
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="List layouts of which none is both faster and smaller.")
+        bool, typer.Option("--pareto", help="Of those that fit, list those of which none is both faster and smaller.")
     ] = False,
     html: Annotated[str | None, typer.Option(help="Write the plan as a page to this file.")] = None,
     emit: Annotated[str | None, typer.Option(help="Write the best layout's keys to this file, as a config.")] = None,
@@ -104,7 +104,7 @@ def layouts(
         if explain:
             told["explained"] = explained(best.step, state, hardware, best.room, best.time)
         if pareto and told["fits"]:
-            told["layouts"] = [row(one) for one in undominated(found.fastest())]
+            told["layouts"] = [row(one) for one in undominated(found.fastest())][:top]
         if html is not None:
             storage.publish_bytes(html, render(told, found, wish, state, hardware).encode())
         out(told)
@@ -199,7 +199,7 @@ def _print(told: dict[str, Any], console: Console) -> None:
     if told["fits"]:
         say(f"\n{counted(told['legal'], 'layout')} {'is' if told['legal'] == 1 else 'are'} legal. Take {best['name']}")
     else:
-        say(f"\ndoes not fit: {best['name']} comes closest, and is short by {size(memory['short'])}")
+        say(f"\ndoes not fit: {best['name']} comes closest, and is short by {memory['lacks']}")
         for one in told["try"]:
             say(f"  fits: {one['why']}")
     print_planned(best, best["layout"]["pp"], console)
@@ -251,7 +251,7 @@ def print_planned(told: dict[str, Any], pp: int, console: Console) -> None:
     parts.add_row("all", f"{size(memory['needs'])} of {size(memory['has'])}")
     console.print(parts)
     if memory["short"]:
-        console.print(f"does not fit: short by {size(memory['short'])}", markup=False)
+        console.print(f"does not fit: short by {memory['lacks']}", markup=False)
     if time is None:
         return
     speed = f"{time['seconds']:.3f} s, {time['tokens_per_gpu_s']:,.0f} tokens a second and GPU"

@@ -128,8 +128,8 @@ class AtLeast:
     def _micro_batch(self, step: Step) -> tuple[float, float, float, float]:
         """Seconds forward and backward: of all, of a block, and of what is before and after blocks."""
         if step not in self._known:
-            fewer = replace(step, shape=step.shape.model_copy(update={"num_layers": step.shape.num_layers - 1}))
-            whole, less = (_without_weights(one, self._hardware) for one in (step, fewer))
+            fewer = step.shape.model_copy(update={"num_layers": max(1, step.shape.num_layers - 1)})
+            whole, less = (_without_weights(one, self._hardware) for one in (step, replace(step, shape=fewer)))
             before, after = (
                 sum(map(total, vars(phases).values()))
                 for phases in (embedding(step, self._hardware), loss(step, self._hardware))

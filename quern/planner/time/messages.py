@@ -14,6 +14,7 @@ share of it that collectives reach, L a hop's latency.
 
 from __future__ import annotations
 
+from quern.errors import InputError
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.step import Step, Transfer
 from quern.planner.hardware import Hardware
@@ -64,7 +65,16 @@ def collective(
 
 def solve(kind: str, ranks: int, small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
     """(bytes a second, seconds of a hop) of the one link between ``ranks`` with which :func:`collective` gives what was
-    measured of a small and a large message: (bytes, seconds) of each."""
+    measured of a small and a large message: (bytes, seconds) of each.
+
+    Raises:
+        InputError: the large one took no longer.
+    """
+    if not large[1] > small[1]:
+        raise InputError(
+            f"{kind} of {ranks} ranks: {large[0]:,} bytes took no longer than {small[0]:,}; expected a machine on "
+            "which nothing else runs"
+        )
     hops = (ranks - 1) * (2 if kind == "all_reduce" else 1)
     rate = hops / ranks * (large[0] - small[0]) / (large[1] - small[1])
     return rate, max(0.0, small[1] / hops - small[0] / ranks / rate)
