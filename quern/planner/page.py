@@ -7,13 +7,13 @@ from typing import Any
 
 from quern.html import frame as html
 from quern.html.pieces import Bar, Tick, bars, num, plot, show, table
+from quern.parallel.planning.bubble import timeline
 from quern.planner.answer import MOMENTS, name_of
 from quern.planner.candidates import Wish
 from quern.planner.hardware import Hardware
 from quern.planner.memory.peak import State
 from quern.planner.search import GIB, Found, Search, pareto, room
 from quern.planner.time.messages import hop
-from quern.planner.time.schedule import timeline
 from quern.words import size
 
 __all__ = ["render"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from quern.config import validate
@@ -16,12 +16,11 @@ from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.experts import exchange_stages, expected_rows, kept_bytes
 from quern.parallel.planning.float8 import fitting, local_sizes
-from quern.parallel.planning.held import held
 from quern.parallel.planning.host_state import host_state as planned_host_state
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, plan_mesh
 from quern.parallel.planning.stages import stage_costs, stage_parameters
-from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
+from quern.parallel.planning.traffic import Step, elements_held, traffic
 from quern.parallel.planning.weights import alike
 from quern.planner.answer import planned
 from quern.planner.hardware import load_hardware, profile_of
@@ -36,9 +35,9 @@ from quern.train.step.schedule import learning_rate
 from quern.words import counted, size
 
 __all__ = [
-    "check_host_memory", "checkpoint_size", "communication", "expert_ranks", "float8", "held_bytes", "host_state",
-    "layout", "layout_of", "layout_of_config", "moment_bytes", "peak_memory", "pipeline", "plan_of", "run_state",
-    "sharing", "state_memory", "step_of", "summarise",
+    "check_host_memory", "checkpoint_size", "communication", "expert_ranks", "float8", "host_state", "layout",
+    "layout_of", "layout_of_config", "moment_bytes", "peak_memory", "pipeline", "plan_of", "run_state", "sharing",
+    "state_memory", "step_of", "summarise",
 ]  # fmt: skip
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
@@ -88,7 +87,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     weights that ``tp`` does not split counted. Where weights are kept cast, 2 bytes for each are in it, the embedding's
     too, which is not kept. With ``optimizer.state: host`` it is what the device keeps of them. DoReMi's reference has
     masters alone. Gathered weights
-    (:func:`held_bytes`) and activations come on top.
+    and activations come on top (:func:`peak_memory`).
     """
     parameters, plan = step.shape.num_parameters, step.plan
     master, copy = _MASTER[config.precision], _COMPUTE_COPY[config.precision]
@@ -164,14 +163,6 @@ def plan_of(run: Any, tokens: int, gpu: str | None = None) -> dict[str, Any] | N
     return {"hardware": None, "time": None, **told, **known}
 
 
-def held_bytes(step: Step, config: TrainConfig) -> dict[str, int]:
-    """The same by component, on the device, and what FSDP2 holds whole for a part of a step: the fields of
-    :class:`quern.parallel.planning.held.Held`, each of the rank that has the most of it."""
-    moment = 0 if step.layout.host_state else moment_bytes(config)
-    ranks = [asdict(held(step, moment, rank)) for rank in _first_of_each_pipeline_rank(step.plan)]
-    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-
-
 def host_state(step: Step, config: TrainConfig) -> dict[str, int] | None:
     """As :func:`.planning.host_state.host_state`, of the rank whose device holds the most; null without it."""
     ranks = _first_of_each_pipeline_rank(step.plan) if step.layout.host_state else ()
@@ -238,21 +229,18 @@ def layout(plan: MeshPlan) -> dict[str, Any]:
 
 
 def pipeline(step: Step) -> dict[str, Any] | None:
-    """Stages with their layers and their shares of a step's work, how long ranks wait, and the GiB in which the rank
-    that has the most receives, ``buffers_gib``; null without a pipeline."""
+    """Stages with their layers and their shares of a step's work, and how long ranks wait; null without a pipeline."""
     pp, schedule = step.plan.pp, step.layout.scheduling
     if pp == 1:
         return None
     stages, layers = step.layout.num_stages, step.layout.layers_of_stages(step.shape)
     costs, sizes = stage_costs(step.shape, layers, step.layout.seq_len), stage_parameters(step.shape, layers)
-    most = max(buffer_elements(step, rank) for rank in _first_of_each_pipeline_rank(step.plan))
     rank_of = {stage: rank for rank in range(pp) for stage in step.layout.stages_of(rank)}
     return {
         "schedule": schedule,
         "micro_batches": step.num_micro_batches,
         "bubble": bubble(schedule, pp, stages // pp, step.num_micro_batches, costs),
         "bubble_of_equal_stages": bubble(schedule, pp, stages // pp, step.num_micro_batches),
-        "buffers_gib": most * step.compute_bytes / 2**30,
         "stages": [
             {
                 "stage": stage, "pp": rank_of[stage], "first_layer": layers[stage].start,
@@ -362,7 +350,6 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "expert_ranks": expert_ranks(step),
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config),
-        "held_bytes": held_bytes(step, config),
         "peak_memory": peak_memory(step, config),
         "host_state": host_state(step, config),
         "checkpoint": checkpoint_size(step, config),

@@ -9,6 +9,7 @@ import pytest
 from pipeline_bubble import closed_form
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from quern.parallel.planning import bubble as module
 from quern.parallel.planning.bubble import Action, bubble, makespan, order
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.parallel.planning.stages import stages_of
@@ -121,10 +122,12 @@ def test_makespan_of_two_ranks_by_hand() -> None:
     ranks = order("1f1b", 2, 1, 2)
     assert ranks[0] == [Action(0, "F", 0), Action(0, "F", 1), Action(0, "B", 0), Action(0, "B", 1)]
     assert ranks[1] == [Action(1, "F", 0), Action(1, "B", 0), Action(1, "F", 1), Action(1, "B", 1)]
-    assert makespan(ranks) == 9
-    assert makespan(ranks, {"F": 1, "B": 1}) == 6
+    assert makespan("1f1b", 2, 1, 2, [(1, 2, 1, 1)] * 2, 0) == 9
+    assert makespan("1f1b", 2, 1, 2, [(1, 1, 1, 1)] * 2, 0) == 6
+    assert makespan("1f1b", 2, 1, 2, [(1, 2, 1, 1)] * 2, 0.5) == 10  # F0 gets there later, and B0 gets back later
 
 
-def test_an_order_that_waits_for_itself_is_no_order() -> None:
+def test_an_order_that_waits_for_itself_is_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "order", lambda *_: [[Action(0, "F", 0), Action(0, "F", 1)], [Action(1, "F", 2)]])
     with pytest.raises(AssertionError, match="waits for itself"):
-        makespan([[Action(0, "B", 0), Action(0, "F", 0)]])
+        makespan("1f1b", 2, 1, 7, [(1, 2, 1, 1)] * 2, 0)

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from quern.model.config import ModelConfig
+from quern.parallel.planning.bubble import makespan, timeline
 from quern.planner.answer import answer
 from quern.planner.candidates import Wish
 from quern.planner.hardware import load_hardware
 from quern.planner.memory.peak import State
 from quern.planner.page import render
 from quern.planner.search import Search
-from quern.planner.time.schedule import makespan, timeline
 
 
 def page(wish: Wish, memory_gib: float = 80) -> tuple[str, Search]:

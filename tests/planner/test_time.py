@@ -13,7 +13,7 @@ import torch
 
 from quern.model.config import ModelConfig
 from quern.model.float8.recipe import Recipe
-from quern.parallel.planning.bubble import order
+from quern.parallel.planning.bubble import makespan, order
 from quern.parallel.planning.context import Context
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
@@ -23,7 +23,6 @@ from quern.planner.hardware import Hardware, Link, load_hardware, names
 from quern.planner.time import estimate
 from quern.planner.time.messages import collective
 from quern.planner.time.products import attention, product
-from quern.planner.time.schedule import makespan
 
 H100 = load_hardware("h100")
 GRADIENTS_7B = 14e9

@@ -202,8 +202,6 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
     def insert(before: str, name: str, text: str) -> None:
         rows.insert([name for name, _ in rows].index(before), (name, text))
 
-    if summary["held_bytes"]["gathered"]:
-        insert("a checkpoint", "FSDP2 holds", _held(config.parallel.resharding, **summary["held_bytes"]))
     if (host := summary["host_state"]) is not None:
         held, moved = (f"{size(host[a])} of {b}" for a, b in (("host", "masters and moments"), ("down", "gradients")))
         back = f"{size(host['up'])} of weights come back"
@@ -228,15 +226,6 @@ def _peak(peak: dict[str, Any]) -> str:
     left = sum(number for _, number in parts[4:])
     rest = f", the rest {size(left)}" if left else ""
     return f"{size(sum(peak['components'].values()))} of tensors a rank: {named}{rest}"
-
-
-def _held(resharding: bool | int, gathered: int, whole_gradients: int, **shares: int) -> str:
-    own = ", ".join(f"{name} {size(number)}" for name, number in shares.items())
-    until = "a step's last" if resharding is False else "its"
-    whole = (
-        f"whole until they are scattered, {size(whole_gradients)}" if whole_gradients else "scattered each micro-batch"
-    )
-    return f"a rank's {own}; weights gathered from forward to {until} backward, {size(gathered)}; gradients {whole}"
 
 
 def _goes_on(config: TrainConfig, ahead: dict[str, Any]) -> str:
@@ -268,8 +257,6 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         said = f"{pipeline['schedule']}, {pipeline['micro_batches']:,} micro-batches a step: ranks wait "
         equal = f"{pipeline['bubble_of_equal_stages']:.1%} if stages were equal"
         _say(console, f"{said}{pipeline['bubble']:.1%} of it, {equal}")
-        most = _gib(pipeline["buffers_gib"])
-        _say(console, f"it receives in a buffer for every micro-batch: {most} on the rank that has the most")
     if (sharing := summary["sharing"]) is not None:
         _say_sharing(sharing, console)
     if (experts := summary["expert_ranks"]) is not None:

@@ -1,4 +1,4 @@
-"""Simulates the order in which pipeline ranks process micro-batches, and their idle time.
+"""Simulates in which order the ranks of a pipeline process micro-batches, when, and how long they wait.
 
 The order of schedules that nobody plans by the thousand is torch's own list, so torch is imported where it is asked
 for.
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 
-__all__ = ["Action", "bubble", "makespan", "order", "order_of"]
+__all__ = ["KINDS", "Action", "bubble", "makespan", "order", "order_of", "timeline"]
 
 
 class Action(NamedTuple):
@@ -25,8 +25,10 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-UNITS: dict[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""A backward takes two products for each one of the forward."""
+KINDS = "FBIW"
+"""Of work, in the order in which a stage's times are given: forward, backward whole, for inputs, for weights."""
+_UNITS = (1, 2, 1, 1)
+"""Of these: a backward takes two products for each one of the forward."""
 
 
 @lru_cache(maxsize=32)  # every place of a pipeline asks for the same
@@ -108,39 +110,76 @@ def _action(action: Any) -> Action:
     return Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
-def makespan(ranks: list[list[Action]], units: dict[str, float] = UNITS, costs: Sequence[float] | None = None) -> float:
-    """The time at which the last rank is done, if every action takes its kind's units and sending takes no time.
-
-    ``costs``: how many times these each stage takes; None = once.
-    """
-    last_stage = max(action.stage for actions in ranks for action in actions)
-    ends: dict[tuple[int, str, int], float] = {}
-    clocks, places = [0.0] * len(ranks), [0] * len(ranks)
+@lru_cache(maxsize=32)
+def _line(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> list[tuple[int, int, int]]:
+    """All work, each item after what it waits for: the rank, 4 · stage + place of the kind in :data:`KINDS`, and which
+    item on another rank comes before, -1 = none."""
+    ranks = order(schedule, pp, stages_per_rank, num_micro_batches)
+    last_stage = pp * stages_per_rank - 1
+    owner = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+    done: dict[tuple[int, bool, int], int] = {}  # by stage, whether forward, and micro-batch
+    line: list[tuple[int, int, int]] = []
+    places = [0] * pp
     while any(place < len(actions) for place, actions in zip(places, ranks, strict=True)):
-        before = list(places)
+        before = len(line)
         for rank, actions in enumerate(ranks):
             while places[rank] < len(actions):
-                action = actions[places[rank]]
-                needs = _needs(action, last_stage)
-                if any(need not in ends for need in needs):
-                    break
-                takes = units[action.kind] * (1 if costs is None else costs[action.stage])
-                clocks[rank] = max(clocks[rank], *(ends[need] for need in needs), 0.0) + takes
-                done = "F" if action.kind == "F" else "W" if action.kind == "W" else "dx"
-                ends[action.stage, done, action.micro_batch] = clocks[rank]
+                stage, kind, number = actions[places[rank]]
+                need = -1
+                other = stage - 1 if kind == "F" else stage + 1
+                if kind != "W" and 0 <= other <= last_stage:
+                    if (other, kind == "F", number) not in done:
+                        break
+                    need = done[other, kind == "F", number] if owner[other] != rank else -1
+                if kind != "W":
+                    done[stage, kind == "F", number] = len(line)
+                line.append((rank, 4 * stage + KINDS.index(kind), need))
                 places[rank] += 1
-        assert places != before, "the order waits for itself"
+        assert len(line) > before, "the order waits for itself"
+    return line
+
+
+class Item(NamedTuple):
+    """A rank's work on one micro-batch in one stage."""
+
+    rank: int
+    stage: int
+    kind: str
+    start: float
+    end: float
+
+
+def timeline(
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, times: Sequence[Sequence[float]], hop: float
+) -> list[Item]:
+    """When each rank does what, in seconds; see :func:`makespan`."""
+    clocks, ends, found = [0.0] * pp, list[float](), list[Item]()
+    for rank, slot, need in _line(schedule, pp, stages_per_rank, num_micro_batches):
+        stage, kind = divmod(slot, 4)
+        start = max(clocks[rank], ends[need] + hop if need >= 0 else 0.0)
+        clocks[rank] = start + times[stage][kind]
+        ends.append(clocks[rank])
+        found.append(Item(rank, stage, KINDS[kind], start, clocks[rank]))
+    return found
+
+
+def makespan(
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, times: Sequence[Sequence[float]], hop: float
+) -> float:
+    """Seconds from the first rank's begin to the last one's end; ``times``: of each stage, by :data:`KINDS`; ``hop``:
+    between the end of an item and when what it gave is on another rank, in which both go on with other work."""
+    takes = [seconds for stage in times for seconds in stage]
+    clocks = [0.0] * pp
+    ends: list[float] = []
+    append = ends.append
+    for rank, slot, need in _line(schedule, pp, stages_per_rank, num_micro_batches):
+        now = clocks[rank]
+        if need >= 0 and ends[need] + hop > now:
+            now = ends[need] + hop
+        now += takes[slot]
+        clocks[rank] = now
+        append(now)
     return max(clocks)
-
-
-def _needs(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
-    """Whose end an action waits for; ``dx`` is a stage's gradient for the stage before, whole backward or not."""
-    stage, kind, number = action
-    if kind == "F":
-        return [(stage - 1, "F", number)] if stage else []
-    if kind == "W":
-        return [(stage, "dx", number)]
-    return [(stage, "F", number)] + ([(stage + 1, "dx", number)] if stage < last_stage else [])
 
 
 def bubble(
@@ -151,7 +190,7 @@ def bubble(
 
     ``costs`` of the stages, in any unit; None = all the same. Uneven ones add to what ranks wait.
     """
-    ranks = order(schedule, pp, stages_per_rank, num_micro_batches)
-    weights = costs or [1.0] * (pp * stages_per_rank)
-    busy = sum(UNITS[action.kind] * weights[action.stage] for actions in ranks for action in actions)
-    return 1 - busy / (pp * makespan(ranks, costs=weights))
+    given = schedule, pp, stages_per_rank, num_micro_batches
+    times = [[cost * unit for unit in _UNITS] for cost in costs or [1.0] * (pp * stages_per_rank)]
+    busy = sum(times[action.stage][KINDS.index(action.kind)] for actions in order(*given) for action in actions)
+    return 1 - busy / (pp * makespan(*given, times, 0.0))

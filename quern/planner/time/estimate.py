@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from quern.parallel.planning.bubble import makespan
 from quern.parallel.planning.host_state import host_state
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.step import Step
@@ -28,7 +29,6 @@ from quern.parallel.planning.weights import alike
 from quern.planner.hardware import Hardware
 from quern.planner.time.messages import OF_WEIGHTS, hop, seconds
 from quern.planner.time.products import Phases, block, embedding, loss, moved, total
-from quern.planner.time.schedule import makespan
 
 __all__ = ["BESIDE", "AtLeast", "StepTime", "estimate"]
 
