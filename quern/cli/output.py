@@ -15,15 +15,16 @@ from types import FrameType
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod, OverflowMethod
 from rich.table import Table
+from rich.text import Text
 
 from quern.errors import STDOUT, InputError, QuernError, ended_by, of_stdout
 from quern.train.processes.launch import ending_signals, leave_lost_terminal
 
 __all__ = [
     "JSON", "columns", "ended_by_signals", "err_console", "json_stdout", "out_console", "plain", "plain_line",
-    "reports_errors",
+    "reports_errors", "say",
 ]  # fmt: skip
 
 #: Controls but tab and newline, what turns the direction of writing, and halves of characters, which no output takes.
@@ -42,13 +43,21 @@ def err_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
-def columns(*names: str) -> Table:
-    """A table without lines. A name that begins with ``>`` is of figures, to the right; other cells fold."""
-    table = Table(box=None, pad_edge=False)
+def columns(*names: str, unbroken: Collection[str] = (), title: str | None = None) -> Table:
+    """A table without lines. A name that begins with ``>`` is of figures, to the right; cells fold but below those
+    names that are in ``unbroken``."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for name in names:
-        figures = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if figures else "left", overflow="fold")
+        figures, said = name.startswith(">"), Text(plain(name.removeprefix(">")))
+        justify: JustifyMethod = "right" if figures else "left"
+        overflow: OverflowMethod = "ellipsis" if name in unbroken else "fold"
+        table.add_column(said, justify=justify, overflow=overflow, no_wrap=name in unbroken)
     return table
+
+
+def say(text: str, console: Console | None = None) -> None:
+    """Print lines whose words may be a page's or another's file's, on stdout or what ``console`` is on."""
+    (console or out_console()).print(plain(text), markup=False, soft_wrap=True)
 
 
 def plain(text: str) -> str:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors, say
 from quern.errors import InputError, QuernError
 from quern.train.parity.matrix import Case, everything, product, quick
 from quern.train.parity.published import PUBLISHED
@@ -149,7 +149,7 @@ def _summarise(console: Console, kind: str, results: list[Result], seconds: floa
     if worst is not None and worst.comparison.worst:
         ratio, where = max(worst.comparison.worst.values())
         text += f"; worst ratio {ratio:.1e} ({where}, {worst.case})"
-    console.print(text, markup=False, soft_wrap=True)
+    say(text)
 
 
 def _reason(result: Result) -> str:

@@ -6,17 +6,16 @@ import io
 
 from rich.console import Console
 
-from quern.cli.output import plain_line
+from quern.cli.doctor.table import show
 from quern.doctor.fleet import judge
 from quern.doctor.readings import Device, Disk, Link, Problem, Reading
 from quern.doctor.run import Result
-from quern.doctor.table import show
 
 
 def shown(readings: list[Reading], links: list[Link] | None = None) -> str:
     console = Console(file=io.StringIO(), width=120)
     links = links or []
-    show(Result(readings, links, judge(readings, links), len(readings)), console, plain_line)
+    show(Result(readings, links, judge(readings, links), len(readings)), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

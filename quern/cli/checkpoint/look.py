@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors, say
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.file_locations import elsewhere
@@ -169,7 +169,7 @@ def _told(run: str | None, manifest: Manifest | None, problems: list[str]) -> Ro
 def _print_rows(source: str, rows: list[Row], stored: _Stored | None) -> None:
     if not rows:
         if stored is None or stored.error is None:
-            err_console().print(f"{plain(source)}: no checkpoints", markup=False)
+            say(f"{source}: no checkpoints", err_console())
         return
     numbered = (">step", ">data step", ">tokens", ">size")
     table = columns(*numbered, "tensors", *(["stored"] if stored else []), "valid", "notes")
@@ -182,7 +182,7 @@ def _print_rows(source: str, rows: list[Row], stored: _Stored | None) -> None:
     out_console().print(table)
     for row in rows:
         for problem in row["problems"]:
-            err_console().print(plain(problem), markup=False, soft_wrap=True)
+            say(problem, err_console())
 
 
 # ---- verify
@@ -205,11 +205,11 @@ def verify(
     with json_stdout(json) as emit:
         emit({"checkpoints": rows, "valid": all(row["valid"] for row in rows)})
         for row in rows if not json else ():
-            out_console().print(f"{plain(row['path'])}: {row['status']}", markup=False)
+            say(f"{row['path']}: {row['status']}")
             for problem in [*row["problems"], *row["elsewhere"]]:
-                out_console().print(f"  {plain(problem)}", markup=False)
+                say(f"  {problem}")
             for copy in row["spoilt_copies"]:
-                out_console().print(f"  {plain(copy)} (another copy is whole)", markup=False)
+                say(f"  {copy} (another copy is whole)")
     messages = []
     for status, more in ((_DAMAGED, ""), (_ABSENT, " (quern checkpoint fetch brings files together)"), (_UNREAD, "")):
         count = sum(row["status"] == status for row in rows)
@@ -292,16 +292,16 @@ def fetch(
             raise
         emit(made.to_dict())
         for note in made.notes:
-            err_console().print(plain(note), markup=False, soft_wrap=True)
+            say(note, err_console())
         if not json:
             _print_collected(made)
 
 
 def _print_missing(missing: Mapping[str, tuple[str, ...]]) -> None:
     for name, said in missing.items():
-        err_console().print(plain(name), markup=False, soft_wrap=True)
+        say(name, err_console())
         for line in said:
-            err_console().print(f"  {plain(line)}", markup=False, soft_wrap=True)
+            say(f"  {line}", err_console())
 
 
 def _print_collected(made: Collected) -> None:

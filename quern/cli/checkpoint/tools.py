@@ -14,7 +14,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.table import Table
 
-from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors, say
 from quern.config import dump_yaml, load_config, parse_overrides, validate
 from quern.errors import InputError, QuernError
 from quern.model.moe.config import MoEConfig
@@ -87,16 +87,16 @@ def _print_comparison(found: Comparison, top: int) -> None:
     if different and top:
         out.print(_tensor_table(different[:top]))
         if len(different) > top:
-            out.print(f"… and {len(different) - top} more (--top, --json)", markup=False)
+            say(f"… and {len(different) - top} more (--top, --json)")
         out.print()
     count, of = found.equal_tensors, len(found.tensors)
     if found.optimizer_in is not None:
         which = f"all {of}" if count == of else f"{count} of {of}"
-        out.print(f"{which} weights bitwise equal; optimizer state only in {found.optimizer_in}", markup=False)
+        say(f"{which} weights bitwise equal; optimizer state only in {found.optimizer_in}")
     else:
         what = "" if found.moments else "; moments not compared"
-        out.print(f"{count} of {of} tensors bitwise equal{what}", markup=False)
-    out.print("equal" if found.equal else "different", markup=False)
+        say(f"{count} of {of} tensors bitwise equal{what}")
+    say("equal" if found.equal else "different")
 
 
 def _facts_table(title: str, facts: tuple[Fact, ...]) -> Table:
@@ -247,7 +247,7 @@ def prune(
         if not json and not dry_run:
             freed = sum(candidate.size for candidate in removed)
             what = f"; {len(stored.removed)} from the store" if stored else ""
-            out_console().print(f"removed {counted(len(removed), 'checkpoint')}, {size(freed)}{what}", markup=False)
+            say(f"removed {counted(len(removed), 'checkpoint')}, {size(freed)}{what}")
     if problems:
         count = len(going) + (len(stored.going) if stored else 0)
         left = count - len(removed) - (len(stored.removed) if stored else 0)
@@ -301,7 +301,7 @@ class _StoredPruning:
         for step, whole in self.steps.items():
             table.add_row(f"{step:,}", ("stays" if step in self.keep else "goes") + ("" if whole else ", incomplete"))
         out_console().print(table)
-        out_console().print(f"{len(self.going)} of {len(self.steps)} go from {plain(self.store.url)}", markup=False)
+        say(f"{len(self.going)} of {len(self.steps)} go from {self.store.url}")
 
 
 def _manifests(found: list[Candidate]) -> Iterator[Manifest]:
@@ -345,8 +345,8 @@ def _print_candidates(found: list[Candidate]) -> None:
         table.add_row(f"{candidate.checkpoint.step:,}", size(candidate.size), ", ".join(notes))
     out_console().print(table)
     for problem in (problem for candidate in found for problem in candidate.problems):
-        err_console().print(plain(problem), markup=False, soft_wrap=True)
+        say(problem, err_console())
     if found and not any(candidate.newest_whole for candidate in found):
         err_console().print("no checkpoint of the run's branch is whole: all stay")
     going = [candidate for candidate in found if not candidate.keep]
-    out_console().print(f"{len(going)} of {len(found)} go, {size(sum(c.size for c in going))}", markup=False)
+    say(f"{len(going)} of {len(found)} go, {size(sum(c.size for c in going))}")

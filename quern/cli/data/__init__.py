@@ -17,9 +17,9 @@ from quern.cli.output import (
     err_console,
     json_stdout,
     out_console,
-    plain,
     plain_line,
     reports_errors,
+    say,
 )
 from quern.config import dump_yaml, load_config
 from quern.data_pipeline import report
@@ -74,19 +74,19 @@ def run(
 
 
 def _tell(line: str) -> None:
-    err_console().print(plain_line(line), markup=False, soft_wrap=True)
+    say(plain_line(line), err_console())
 
 
 def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
     console = out_console()
     report.print_funnel(stats, console)
-    console.print(f"run        {plain(run_dir)}", markup=False)
+    say(f"run        {run_dir}")
     path = storage.join(run_dir, "report.html")
     gone = "" if storage.is_file(path) else " is missing; quern data run with the config of the run makes it anew"
-    console.print(f"report     {plain(path)}{gone}", markup=False)
-    console.print(f"tokens     {plain(storage.join(run_dir, 'tokens', 'VERSION.json'))}", markup=False)
+    say(f"report     {path}{gone}")
+    say(f"tokens     {storage.join(run_dir, 'tokens', 'VERSION.json')}")
     if (since := _purged_since(run_dir)) is not None:
-        console.print(f"purged     {since}", markup=False)
+        say(f"purged     {since}")
 
 
 def _purged_since(run_dir: str) -> str | None:
@@ -119,7 +119,7 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
     emit({"config": config.model_dump(mode="json"), "plan": per_source, "run": state})
     if not as_json:
         print(dump_yaml(config), end="")
-        err_console().print(f"{plain(config.run_dir)}: {_STATES[state]}", markup=False)
+        say(f"{config.run_dir}: {_STATES[state]}", err_console())
         for name, row in per_source.items():
             err_console().print(
                 f"{name}: {counted(row['files'], 'file')} in {counted(row['partitions'], 'partition')}, "

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quern.cli.output import JSON, json_stdout, out_console, reports_errors
+from quern.cli.output import JSON, json_stdout, reports_errors, say
 from quern.errors import InputError
 from quern.words import counted, size
 
@@ -41,4 +41,4 @@ def export(
         if not json:
             bytes_ = sum(record["bytes"] for record in done.files)
             told = f"{counted(done.documents, 'document')} in {counted(len(done.files), 'file')}, {size(bytes_)}"
-            out_console().print(f"{told}; {out}/{RECORD_FILE} lists the files", markup=False)
+            say(f"{told}; {out}/{RECORD_FILE} lists the files")

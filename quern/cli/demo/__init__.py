@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from quern import storage
 from quern.cli.demo.check import KindResult, compare, read_outcomes
@@ -17,7 +16,7 @@ from quern.cli.demo.lineage import walk_lineage
 from quern.cli.demo.mixture import mix_demo
 from quern.cli.demo.purge import purge_demo
 from quern.cli.demo.train import train_demo
-from quern.cli.output import JSON, json_stdout, out_console, reports_errors
+from quern.cli.output import JSON, columns, json_stdout, out_console, reports_errors
 from quern.config import load_config
 from quern.data_pipeline import report
 from quern.data_run.config import DataRun
@@ -92,9 +91,8 @@ def _config(site: Site, run_dir: str, seed: int) -> DataRun:
 
 
 def _print_kinds(results: list[KindResult], console: Console) -> None:
-    table = Table(title="What a careful person expects, and what happened", title_justify="left", box=None)
-    for name in ("kind", "pages", "expected", "happened", ""):
-        table.add_column(name, justify="right" if name == "pages" else "left")
+    title = "What a careful person expects, and what happened"
+    table = columns("kind", ">pages", "expected", "happened", "", title=title)
     for result in results:
         happened = result.actual.most_common()
         shown = ", ".join(f"{count} {name}" for name, count in happened[:2])

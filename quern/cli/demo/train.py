@@ -13,11 +13,10 @@ from importlib.resources import as_file, files
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from quern import storage
 from quern.cli.demo.baselines import loss, nll, read_stream
-from quern.cli.output import plain
+from quern.cli.output import columns, plain
 from quern.config import load_config
 from quern.errors import QuernError
 from quern.safe_path import module
@@ -120,9 +119,7 @@ def _sample(run_dir: str) -> str:
 
 
 def _print(console: Console, losses: dict[str, float], targets: int, text: str) -> None:
-    table = Table(title="Held-out loss, nats a token", title_justify="left", box=None)
-    for name in ("", "loss", "perplexity"):
-        table.add_column(name, justify="right" if name else "left")
+    table = columns("", ">loss", ">perplexity", title="Held-out loss, nats a token")
     for name, value in losses.items():
         table.add_row(name, f"{value:.3f}", f"{math.exp(value):.1f}")
     console.print()

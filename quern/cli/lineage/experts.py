@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, json_stdout, reports_errors, say
 
 __all__ = ["experts"]
 
@@ -37,4 +37,4 @@ def experts(
                 shares = (f"{e['expert']} {e['share']:.0%} ({e['batch']:.0%})" for e in own["experts"])
                 lines.append(f"  layer {own['layer']}: {', '.join(shares)}")
             for line in lines:
-                out_console().print(plain(line), markup=False, soft_wrap=True)
+                say(line)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors, say
 from quern.errors import InputError
 from quern.words import counted
 
@@ -54,7 +54,7 @@ def exposure(
         if not json:
             _print(answer)
         for reason in [*answer["unknown_sources"].values(), *answer["audit"], *answer["damaged_checkpoints"].values()]:
-            err_console().print(plain(reason), markup=False, soft_wrap=True)
+            say(reason, err_console())
 
 
 def _print(answer: Row) -> None:

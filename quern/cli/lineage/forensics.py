@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, reports_errors, say
 from quern.words import counted
 
 __all__ = ["forensics"]
@@ -54,7 +54,7 @@ def forensics(
         emit(found | {"page": written})
         if not json:
             _print(found)
-        err_console().print(plain(note), markup=False)
+        say(note, err_console())
 
 
 def _print(found: Mapping[str, Any]) -> None:
@@ -64,9 +64,8 @@ def _print(found: Mapping[str, Any]) -> None:
     lines.append("")
     for command in found["commands"]:
         lines += [f"# {command['what']}", f"  {command['command']}"]
-    console = out_console()
     for line in lines:
-        console.print(plain(line), markup=False)
+        say(line)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

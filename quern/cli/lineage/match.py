@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quern.cli.open_run import open_run
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, reports_errors, say
 from quern.lineage.answers.matches import match_answer
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
@@ -59,34 +59,24 @@ def _num_cpus() -> int:
 
 
 def _print(found: Matches, answer: Mapping[str, Any], out: str | None) -> None:
-    console = out_console()
     documents = answer["documents"]
     for document in sorted(documents, key=lambda d: -max(item["coverage"] for item in d["items"]))[:_SHOWN]:
-        console.print(f"{document['doc_id']}  {plain(document['url'] or '(no url)')}", markup=False)
+        say(f"{document['doc_id']}  {document['url'] or '(no url)'}")
         best = sorted(document["items"], key=lambda item: -item["coverage"])
         for item in best[:_SHOWN]:
             spans = ", ".join(f"{start:,} to {stop:,}" for start, stop in item["spans"][:3])
             more = f" and {len(item['spans']) - 3:,} more" if len(item["spans"]) > 3 else ""
-            console.print(
-                f"  {item['coverage']:7.1%}  {item['grams']:5,} n-grams of item {plain(item['id'])} "
-                f"(line {item['line']}), tokens {spans}{more} of {document['stream']}",
-                markup=False,
-            )
+            grams = f"{item['grams']:5,} n-grams of item {item['id']} (line {item['line']})"
+            say(f"  {item['coverage']:7.1%}  {grams}, tokens {spans}{more} of {document['stream']}")
         if len(best) > _SHOWN:
-            console.print(f"  … and {len(best) - _SHOWN:,} more items")
+            say(f"  … and {len(best) - _SHOWN:,} more items")
     if len(documents) > _SHOWN:
-        console.print(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
-    console.print(
-        f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
-        f"{answer['items_found']:,} of {counted(len(found.items), 'item')} ({found.n} words in a row)"
-    )
+        say(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
+    hold = f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
+    say(f"{hold}{answer['items_found']:,} of {counted(len(found.items), 'item')} ({found.n} words in a row)")
     if found.not_looked_for:
-        shown = ", ".join(plain(item.id) for item in found.not_looked_for[:5])
-        least = min(found.n, MIN_WORDS)
-        err_console().print(
-            f"not looked for: {counted(len(found.not_looked_for), 'item')} with no text of {least} words ({shown}"
-            f"{', …' if len(found.not_looked_for) > 5 else ''})",
-            markup=False,
-        )
+        shown = ", ".join(item.id for item in found.not_looked_for[:5]) + ", …" * (len(found.not_looked_for) > 5)
+        what = f"{counted(len(found.not_looked_for), 'item')} with no text of {min(found.n, MIN_WORDS)} words"
+        say(f"not looked for: {what} ({shown})", err_console())
     if out is not None:
-        err_console().print(f"kept in {plain(out)}", markup=False)
+        say(f"kept in {out}", err_console())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quern.cli.lineage.training_impact import training_impact_lines
-from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain_line, reports_errors, say
 from quern.words import counted
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def purge(
         report["notes"] = notes
         emit(report)
         for note in (*notes, *report["warnings"]):
-            err_console().print(plain(note), markup=False, soft_wrap=True)
+            say(note, err_console())
         if not json:
             for line in _lines(report):
                 print(plain_line(line))

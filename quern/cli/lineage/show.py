@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from quern.cli.lineage.sql import table_console
 from quern.cli.open_run import open_run
-from quern.cli.output import JSON, json_stdout, plain, plain_line, reports_errors
+from quern.cli.output import JSON, columns, json_stdout, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.words import counted
 
@@ -73,20 +72,13 @@ def _short(text: str) -> str:
 def _print_several(console: Console, found: int, listed: list[dict[str, Any]]) -> None:
     console.print(Text(f"{counted(found, 'document')}; choose one with --doc:"))
     console.print()
-    table = _table("doc_id", "fetched", "outcome", "source", "url")
+    table = columns("doc_id", "fetched", "outcome", "source", "url", unbroken=["doc_id"])
     for row in listed:
         cells = (row["doc_id"], row["fetched_at"], row["outcome"], row["source"], row["url"])
         table.add_row(*(Text(_short(str(cell or "–"))) for cell in cells))
     console.print(table)
     if found > len(listed):
         console.print(Text(f"and {found - len(listed):,} more"))
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(names):
-        table.add_column(name, overflow="fold", no_wrap=number == 0)
-    return table
 
 
 def _print(console: Console, life: Row, position: int | None) -> None:
@@ -147,7 +139,7 @@ def _print_measures(console: Console, measures: list[dict[str, Any]]) -> None:
     if not measures:
         return
     console.print()
-    table = _table("measurement", "value", "passes", "")
+    table = columns("measurement", "value", "passes", "", unbroken=["measurement"])
     for own in measures:
         cells = (own["name"], _measure(own["value"]), _limit(own["limit"]), "failed" if own["failed"] else "")
         table.add_row(*map(Text, map(_short, cells)), style="bold red" if own["failed"] else "")

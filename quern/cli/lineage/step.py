@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors, say
 from quern.words import counted
 
 __all__ = ["step"]
@@ -43,7 +43,7 @@ def step(
         else:
             _print(answer, run.source_names(run.attempts[answer["attempt"]]))
         for reason in answer["unknown_sources"].values():
-            err_console().print(plain(reason), markup=False, soft_wrap=True)
+            say(reason, err_console())
 
 
 def _print(answer: Row, names: Mapping[str, str]) -> None:

@@ -6,10 +6,9 @@ import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from quern import storage
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, reports_errors, say
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.errors import InputError
 from quern.words import counted
@@ -65,7 +64,7 @@ def verify(
     with json_stdout(json) as emit:
         recovered = recover(run) if is_complete(run) and _is_writable(run) else None
         if recovered is not None:
-            err_console().print(plain(f"{run}: {recovered}"), markup=False)
+            say(f"{run}: {recovered}", err_console())
         last = audit.last_entry(run) if sign else None
         if sign and last is None:
             raise InputError(f"{run}: has no entry in its audit log that could be signed")
@@ -80,7 +79,7 @@ def verify(
         )
         if last is not None and key is not None and proof.holds:
             audit.sign(run, last, key)
-            err_console().print(plain(f"{run}: entry {last.number} of the audit log is signed"), markup=False)
+            say(f"{run}: entry {last.number} of the audit log is signed", err_console())
         emit(proof.to_dict() | {"recovered": recovered})
         if not json:
             _print(proof)
@@ -95,7 +94,7 @@ def _is_writable(run: str) -> bool:
 
 def _print(proof: Proof) -> None:
     console = out_console()
-    table = Table("", "holds", "claim", "looked at", box=None, pad_edge=False)
+    table = columns("", "holds", "claim", "looked at")
     for check in proof.checks:
         counts = ", ".join(f"{count:,} {name}" for name, count in check.counts.items())
         table.add_row(check.name, _WORDS[check.status], check.claim, counts or "nothing")
@@ -104,12 +103,12 @@ def _print(proof: Proof) -> None:
         for found in check.findings[:_SHOWN]:
             where = found.file if found.row is None else f"{found.file}: row {found.row:,}"
             who = f" ({found.doc_id})" if found.doc_id else ""
-            console.print(plain(f"{check.name}: {where}: {found.what}{who}"), markup=False)
+            say(f"{check.name}: {where}: {found.what}{who}")
         if check.num_findings > _SHOWN:
             console.print(f"{check.name}: … and {check.num_findings - _SHOWN:,} more; --json has more of them")
     for check in proof.checks:
         for why in check.unknown:
-            err_console().print(plain(f"not known: {check.name}: {why}"), markup=False)
+            say(f"not known: {check.name}: {why}", err_console())
     left = sum(check.num_findings for check in proof.checks)
     what = f"{counted(proof.documents, 'document')} of {counted(proof.purges, 'purge')}; corpus version {proof.version}"
     notes = "".join(f"; {note}" for check in proof.checks for note in check.notes)
@@ -119,4 +118,4 @@ def _print(proof: Proof) -> None:
         unknown = any(check.unknown for check in proof.checks)
         none = f"nothing of them is {'found, but not everything could be looked at' if unknown else 'left'}"
         told = f"{what}: {counted(left, 'finding') if left else none}"
-    console.print(plain(f"{told}{notes}"), markup=False)
+    say(f"{told}{notes}")

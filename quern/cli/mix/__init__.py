@@ -13,8 +13,7 @@ from rich.text import Text
 from quern.cli.config.keys import keys_command
 from quern.cli.mix import documents, laws
 from quern.cli.mix.doremi import doremi
-from quern.cli.mix.laws import number_table
-from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
 from quern.mixtures.recipe import OrderPlan
 from quern.mixtures.weighting import fresh_tokens, weigh
@@ -111,10 +110,9 @@ def _print(plan: OrderPlan, console: Console) -> None:
 
 def _sources(plan: OrderPlan, shown: Callable[[str], str]) -> Table:
     """A row a source; ``shown`` breaks its name into lines."""
-    weight = ["weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares
-    table = number_table(
-        "source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail", no_wrap=True
-    )
+    weight = [">weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares
+    figures = ">tokens", *weight, ">share", ">samples", ">reads", ">epochs", ">at most", ">left", ">tail"
+    table = columns("source", *figures, unbroken=figures)
     for row in plan.sources:
         cells = [
             shown(plain(row.name)), short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
@@ -129,8 +127,8 @@ def _sources(plan: OrderPlan, shown: Callable[[str], str]) -> Table:
 
 
 def _print_phases(plan: OrderPlan, console: Console) -> None:
-    table = number_table("phase", "from step", "to step", "batch", "samples", no_wrap=True)
-    table.add_column("shares", overflow="fold", ratio=1)
+    figures = ">from step", ">to step", ">batch", ">samples"
+    table = columns("phase", *figures, "shares", unbroken=figures)
     names = [row.name for row in plan.sources]
     for number, row in enumerate(plan.phases):
         shares = ", ".join(f"{name} {share:.2%}" for name, share in zip(names, row.shares, strict=True) if share)

@@ -8,9 +8,8 @@ import typer
 from rich.text import Text
 
 from quern import storage
-from quern.cli.mix.laws import number_table
 from quern.cli.open_run import note
-from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, json_stdout, out_console, plain, reports_errors
 from quern.config import dump_yaml
 from quern.train.config import DoReMiConfig
 from quern.train.init_from import load_train_config
@@ -55,8 +54,8 @@ def doremi(
         emit(found)
         if json:
             return
-        table = number_table(
-            "source", "tokens", "sampled", "excess loss", "weight", "mean weight", "at most", "proposed"
+        table = columns(
+            "source", ">tokens", ">sampled", ">excess loss", ">weight", ">mean weight", ">at most", ">proposed"
         )
         for name, row in found["sources"].items():
             shares = (row[key] for key in ("last_weight", "weight", "most", "proposed"))

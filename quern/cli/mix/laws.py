@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from quern import storage
-from quern.cli.output import JSON, ended_by_signals, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import (
+    JSON,
+    columns,
+    ended_by_signals,
+    err_console,
+    json_stdout,
+    out_console,
+    plain,
+    reports_errors,
+    say,
+)
 from quern.config import dump_yaml, load_config, read_yaml
 from quern.errors import InputError
 from quern.train.swarm.config import SwarmConfig
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from quern.mixtures.laws.tables import Runs
     from quern.train.swarm.plan import Swarm
 
-__all__ = ["ablate", "fit", "number_table", "propose_mixture"]
+__all__ = ["ablate", "fit", "propose_mixture"]
 
 
 @ended_by_signals()
@@ -51,7 +60,7 @@ def ablate(
             err_console().print(Text(plain(told), style="yellow"))
         if dry_run:
             emit([{"run": own.name, "shares": dict(zip(names, own.shares, strict=True))} for own in swarm.members])
-            table = number_table("run", *names)
+            table = columns("run", *(f">{name}" for name in names))
             for own in swarm.members:
                 table.add_row(own.name, *(f"{share:.2%}" for share in own.shares))
             console.print(table)
@@ -74,7 +83,7 @@ def propose_mixture(swarm: Swarm, console: Console) -> dict[str, Any]:
     storage.write_json(storage.join(config.run_dir, "fit.json"), told | section)
     storage.publish_bytes(storage.join(config.run_dir, "proposal.yaml"), dump_yaml(section).encode())
     page = write_page(config.run_dir, config.run_dir, runs, proposal, fits, wish)
-    err_console().print(plain(page), markup=False)
+    say(page, err_console())
     _print(console, runs, proposal, fits, wish, section)
     return told | section
 
@@ -113,9 +122,9 @@ def fit(
     sizes, tasks = _mapping(tokens) or {}, _mapping(families)
     if wrong := [name for name, size in sizes.items() if not (isinstance(size, int | float) and 0 < size < 1e300)]:
         raise InputError(f"--tokens: {wrong[0]}: expected a number above 0, got {sizes[wrong[0]]!r}")
-    for name, columns in (tasks or {}).items():
-        if not isinstance(columns, list) or not columns:
-            raise InputError(f"--families: {name}: expected a list of columns, got {columns!r}")
+    for name, losses in (tasks or {}).items():
+        if not isinstance(losses, list) or not losses:
+            raise InputError(f"--families: {name}: expected a list of columns, got {losses!r}")
     runs = read_runs(tables, key, list(sizes), tasks)
     counts = np.array(list(sizes.values()), float)
     prior = counts / counts.sum() if sizes else None
@@ -160,7 +169,7 @@ def _print(
 ) -> None:
     from quern.train.swarm.page import interval
 
-    laws = number_table("loss", "weight", "left-out error", "explained", "rank", "predicted, 95 %")
+    laws = columns("loss", ">weight", ">left-out error", ">explained", ">rank", ">predicted, 95 %")
     for name, own in fits.items():
         figures = f"{own.error:.4f}", f"{own.explained:.1%}", f"{own.rank_correlation:.3f}"
         weight = f"{wish.weights[name]:.3g}"
@@ -170,7 +179,7 @@ def _print(
         laws.add_row("below token shares", "", "", "", "", interval(proposal.gain))
     console.print(laws)
     console.print()
-    shares = number_table("source", "tried", "at most", "proposed", *(["tokens"] if wish.prior is not None else []))
+    shares = columns("source", ">tried", ">at most", ">proposed", *([">tokens"] if wish.prior is not None else []))
     for place, name in enumerate(runs.sources):
         tried = runs.mixtures[:, place]
         cells = [f"{tried.min():.2%} to {tried.max():.2%}", f"{wish.caps[place]:.2%}", f"{proposal.shares[place]:.2%}"]
@@ -180,12 +189,3 @@ def _print(
     for line in proposal.warnings:
         console.print(Text(f"warning: {plain(line)}", style="yellow"))
     console.print(dump_yaml(section), markup=False, highlight=False, soft_wrap=True, end="")
-
-
-def number_table(first: str, *numbers: str, no_wrap: bool = False) -> Table:
-    """A table whose columns are numbers, but for the first."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(Text(plain(name)), justify="right", no_wrap=no_wrap)
-    return table

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from quern import storage
 from quern.cli.default_command import with_default
-from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, reports_errors, say
 from quern.cli.plan.calibrate import calibrate
 from quern.errors import InputError
 from quern.words import counted, size
@@ -109,11 +109,11 @@ def layouts(
             storage.publish_bytes(html, render(told, found, wish, state, hardware).encode())
         out(told)
         if not json:
-            _print(told, out_console())
+            _print(told)
             for line in told.get("explained", ()):
-                out_console().print(f"\n{line[2:]}" if line.startswith("# ") else line, markup=False, soft_wrap=True)
+                say(f"\n{line[2:]}" if line.startswith("# ") else line)
             if emit is not None:
-                err_console().print(plain(f"{emit}: written; add data, steps and run_dir"), markup=False)
+                say(f"{emit}: written; add data, steps and run_dir", err_console())
     if not told["fits"]:
         raise typer.Exit(1)
 
@@ -185,8 +185,8 @@ def _write(path: str, config: dict[str, Any], model: str) -> None:
     storage.publish_bytes(path, f"# Planned by quern plan; add run_dir, data and steps.\n{text}".encode())
 
 
-def _print(told: dict[str, Any], console: Console) -> None:
-    best, say = told["best"], lambda text: console.print(text, markup=False, soft_wrap=True)
+def _print(told: dict[str, Any]) -> None:
+    console, best = out_console(), told["best"]
     say(
         f"{told['model']['parameters'] / 1e9:.1f} B parameters on {told['gpus']:,} × {told['hardware']}, "
         f"{told['global_batch']:,} sequences of {told['seq_len']:,} tokens a step"
@@ -244,19 +244,19 @@ def print_planned(told: dict[str, Any], pp: int, console: Console) -> None:
     memory, time = told["memory"], told["time"]
     where = "" if pp == 1 else f" of place {memory['place']} of the pipeline"
     moment = MOMENTS[memory["moment"]]
-    console.print(f"\nthe most that a rank{where} holds, {moment}:", markup=False, soft_wrap=True)
+    say(f"\nthe most that a rank{where} holds, {moment}:", console)
     parts = columns("component", ">bytes")
     for name, number in sorted(memory["components"].items(), key=lambda item: -item[1]):
         parts.add_row(name, size(number))
     parts.add_row("all", f"{size(memory['needs'])} of {size(memory['has'])}")
     console.print(parts)
     if memory["short"]:
-        console.print(f"does not fit: short by {memory['lacks']}", markup=False)
+        say(f"does not fit: short by {memory['lacks']}", console)
     if time is None:
         return
     speed = f"{time['seconds']:.3f} s, {time['tokens_per_gpu_s']:,.0f} tokens a second and GPU"
     mfu = f"MFU {time['mfu_full']:.1%} with all of attention, {time['mfu_causal']:.1%} with its causal half"
-    console.print(f"\na step takes {speed}, {mfu}; on the slowest rank:", markup=False, soft_wrap=True)
+    say(f"\na step takes {speed}, {mfu}; on the slowest rank:", console)
     parts = columns("part", ">seconds", ">share")
     for name, seconds in sorted(time["parts"].items(), key=lambda item: -item[1]):
         parts.add_row(name, f"{seconds:.3f}", f"{seconds / time['seconds']:.1%}")

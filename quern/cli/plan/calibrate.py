@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from quern import storage
-from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, json_stdout, reports_errors, say
 from quern.errors import InputError
 from quern.train.processes import launch
 
@@ -43,4 +43,4 @@ def calibrate(
         if ranks.first:
             emit(told)
             for field, source in () if json else told["sources"].items():
-                out_console().print(plain(f"{field}: {told[field]} ({source})"), markup=False)
+                say(f"{field}: {told[field]} ({source})")

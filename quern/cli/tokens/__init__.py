@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors, say
 from quern.cli.tokens.exchange import export, import_
 from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
@@ -33,7 +33,7 @@ def inspect(
         if not json:
             _print(found)
         if found.no_page is not None:
-            err_console().print(plain(f"{found.doc_id}: {found.no_page}"), markup=False, soft_wrap=True)
+            say(f"{found.doc_id}: {found.no_page}", err_console())
 
 
 def _print(found: Inspection) -> None:
@@ -50,7 +50,7 @@ def _print(found: Inspection) -> None:
     ]
     for name, value in rows:
         if value is not None:
-            console.print(f"{name:<10}{plain(str(value))}", markup=False)
+            say(f"{name:<10}{value}")
     console.print()
     shown = (plain(text) for text in (found.before, found.token_text, found.after))
     console.print(Text.assemble(next(shown), (next(shown), "reverse"), next(shown)))

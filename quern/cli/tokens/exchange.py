@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, json_stdout, out_console, plain_line, reports_errors
+from quern.cli.output import JSON, json_stdout, plain_line, reports_errors, say
 from quern.errors import InputError
 from quern.words import counted
 
@@ -107,4 +107,4 @@ def _format(name: str) -> Any:
 
 def _print(name: str, value: str | None) -> None:
     if value is not None:
-        out_console().print(f"{name:<10}{plain_line(value)}", markup=False)
+        say(f"{name:<10}{plain_line(value)}")

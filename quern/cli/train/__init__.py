@@ -12,7 +12,7 @@ from rich.table import Table
 from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
 from quern.cli.default_command import with_default
-from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors, say
 from quern.cli.plan import plan_config, print_planned
 from quern.cli.train import debug, fork, report
 from quern.cli.train.ranks import supervise
@@ -212,11 +212,11 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
         by = " by torchao" if fp8["implementation"] == "torchao" else ""
         insert("model state", "fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}")
     for name, text in rows:
-        _say(console, f"{name:<14} {text}")
+        say(f"{name:<14} {text}", console)
     if layout["ranks"] > 1:
         _print_layout(summary, console)
     if "planned" in summary:
-        _say(console, f"\nplanned on {summary['planned']['gpus']:,} × {plain(summary['planned']['hardware'])}")
+        say(f"\nplanned on {summary['planned']['gpus']:,} × {plain(summary['planned']['hardware'])}", console)
         print_planned(summary["planned"], config.parallel.pp, console)
 
 
@@ -256,7 +256,7 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         pipeline = summary["pipeline"]
         said = f"{pipeline['schedule']}, {pipeline['micro_batches']:,} micro-batches a step: ranks wait "
         equal = f"{pipeline['bubble_of_equal_stages']:.1%} if stages were equal"
-        _say(console, f"{said}{pipeline['bubble']:.1%} of it, {equal}")
+        say(f"{said}{pipeline['bubble']:.1%} of it, {equal}", console)
     if (sharing := summary["sharing"]) is not None:
         _say_sharing(sharing, console)
     if (experts := summary["expert_ranks"]) is not None:
@@ -271,7 +271,7 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
     table.add_row("all", "", "", "", "", "", _size(most["sent"]), style="bold")
     _print_table(table, console)
     where = ", of the ranks that send the most: pp " + str(most["pp"]) if len(summary["communication"]) > 1 else ""
-    _say(console, f"a step and a rank{where}; sent: by the ring's costs, scalars left out")
+    say(f"a step and a rank{where}; sent: by the ring's costs, scalars left out", console)
 
 
 def _say_sharing(sharing: dict[str, Any], console: Console) -> None:
@@ -279,29 +279,27 @@ def _say_sharing(sharing: dict[str, Any], console: Console) -> None:
     said = (
         f"cp: {sharing['method']} over {counted(sharing['ranks'], 'rank')}{heads}; {sharing['tokens']:,} tokens a rank"
     )
-    _say(console, f"{said}; keys and values of a layer in work: {_size(sharing['key_bytes'])}")
+    say(f"{said}; keys and values of a layer in work: {_size(sharing['key_bytes'])}", console)
     if (work := sharing["work"]) is not None and work["micro_batches"]:
         of = f"of the first {work['micro_batches']:,} micro-batches"
-        _say(
-            console, f"attention {of}: the busiest rank of cp has {work['mean']:.3f} of the mean, at most "
+        say(
+            f"attention {of}: the busiest rank of cp has {work['mean']:.3f} of the mean, at most "
             f"{work['most']:.3f}",
+            console,
         )  # fmt: skip
 
 
 def _say_experts(experts: dict[str, Any], console: Console) -> None:
-    _say(console, f"ep: {counted(experts['experts'], 'expert')} on each of {counted(experts['ranks'], 'rank')}")
+    say(f"ep: {counted(experts['experts'], 'expert')} on each of {counted(experts['ranks'], 'rank')}", console)
     for stage in experts["stages"]:
         among = f"{stage['axis']}, {stage['ranks']:,}: a token travels in {stage['rows']:.2f} rows"
-        _say(console, f"{among}, {stage['away']:.2f} of them to others; {_size(stage['sent'])} a step")
+        say(f"{among}, {stage['away']:.2f} of them to others; {_size(stage['sent'])} a step", console)
     kept = {name: size(number) for name, number in experts["kept_bytes"].items()}
-    _say(
-        console, f"experts keep {kept['expected']} of a layer for backward that is not recomputed; as all this, of "
+    say(
+        f"experts keep {kept['expected']} of a layer for backward that is not recomputed; as all this, of "
         f"even routing, and at most {kept['most']}, if all tokens went to one rank",
+        console,
     )  # fmt: skip
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def _print_table(table: Table, console: Console) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quern.cli.output import columns, plain_line
 from quern.doctor.fleet import units
 from quern.doctor.readings import Reading
 from quern.doctor.run import Result
@@ -28,13 +29,13 @@ def as_data(result: Result) -> dict[str, Any]:
     return {"findings": [one._asdict() for one in result.findings], **told}
 
 
-def show(result: Result, console: Console, plain: Callable[[str], str]) -> None:
-    """Measurements over the fleet, facts, findings. ``plain`` makes a text of outside safe for a terminal."""
+def show(result: Result, console: Console) -> None:
+    """Measurements over the fleet, facts, findings."""
 
     def line(text: str, style: str = "") -> None:
-        console.print(Text(plain(text), style), soft_wrap=True)
+        console.print(Text(plain_line(text), style), soft_wrap=True)
 
-    console.print(_speeds(result, plain))
+    console.print(_speeds(result))
     line("")
     for name, value in _facts(result.readings):
         line(f"{name:<16} {shorten(value, 200)}")
@@ -52,12 +53,9 @@ def show(result: Result, console: Console, plain: Callable[[str], str]) -> None:
         line(f"… and {len(found) - _MOST} more (--json)")
 
 
-def _speeds(result: Result, plain: Callable[[str], str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("measurement", overflow="fold")
-    for name in ("of", "median", "spread", "lowest"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where", overflow="fold")
+def _speeds(result: Result) -> Table:
+    figures = ">of", ">median", ">spread", ">lowest"
+    table = columns("measurement", *figures, "where", unbroken=figures)
     fleets: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for node, where, _, name, repeats in units(result.readings):
         fleets[name][f"{node} {where}".rstrip()] = repeats
@@ -71,7 +69,7 @@ def _speeds(result: Result, plain: Callable[[str], str]) -> Table:
         spread = f"{NORMAL * np.median(np.abs(values - middle)) / middle:.1%}" if len(fleet) > 2 and middle else "–"
         lowest = _amount(name, values[low]) if len(fleet) > 1 else ""
         row = [name, str(len(fleet)), _amount(name, middle), spread, lowest, [*fleet][low]]
-        table.add_row(*map(Text, map(plain, row)))
+        table.add_row(*map(Text, map(plain_line, row)))
     return table
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from quern.cli.output import JSON, json_stdout, out_console, plain_line, reports_errors
+from quern.cli.doctor.table import as_data, show
+from quern.cli.output import JSON, json_stdout, out_console, reports_errors
 from quern.doctor.place import place_of
 from quern.doctor.run import Options, Result, check, check_cluster, options_of
-from quern.doctor.table import as_data, show
 from quern.errors import InputError
 from quern.train.init_from import load_run_config
 from quern.train.processes import launch
@@ -53,7 +53,7 @@ def doctor(
         def tell(result: Result) -> None:
             emit(as_data(result))
             if not json:
-                show(result, out_console(), plain_line)
+                show(result, out_console())
 
         if data:
             tell(result := check_cluster(options))
