@@ -22,8 +22,9 @@ from quern.words import size
 __all__ = ["Found", "Room", "Search", "pareto", "room"]
 
 GIB = 2**30
-AS_FAST = 0.01
-"""Times closer than this share are not told apart: a plainer layout goes before a faster one."""
+AS_FAST = 0.03
+"""Times closer than this share are not told apart, as estimates are not that exact: a plainer layout goes before a
+faster one."""
 #: Of a step's memory what an allocator gives and takes back within it.
 COMES_AND_GOES = ("activations", "block in work", "gathered weights", "logits and loss", "whole gradients")
 

@@ -20,7 +20,7 @@ from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.step import Step
 from quern.parallel.planning.traffic import traffic
 from quern.planner.hardware import Hardware, Link, load_hardware, names
-from quern.planner.time import estimate
+from quern.planner.time.estimate import estimate
 from quern.planner.time.messages import collective
 from quern.planner.time.products import attention, product
 

@@ -17,7 +17,7 @@ from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.step import Step
 from quern.planner.hardware import Hardware, load_hardware
-from quern.planner.time import StepTime, estimate
+from quern.planner.time.estimate import StepTime, estimate
 
 PUBLISHED = Path(__file__).parents[1] / "planner" / "published.yaml"
 TOLD: dict[str, Any] = yaml.safe_load(PUBLISHED.read_text("utf-8"))

@@ -186,6 +186,8 @@ def _write(path: str, config: dict[str, Any], model: str) -> None:
 
 
 def _print(told: dict[str, Any]) -> None:
+    from quern.planner.search import AS_FAST
+
     console, best = out_console(), told["best"]
     say(
         f"{told['model']['parameters'] / 1e9:.1f} B parameters on {told['gpus']:,} × {told['hardware']}, "
@@ -197,7 +199,11 @@ def _print(told: dict[str, Any]) -> None:
     console.print(table)
     memory = best["memory"]
     if told["fits"]:
-        say(f"\n{counted(told['legal'], 'layout')} {'is' if told['legal'] == 1 else 'are'} legal. Take {best['name']}")
+        legal = f"{counted(told['legal'], 'layout')} {'is' if told['legal'] == 1 else 'are'} legal"
+        as_fast = f": the plainest of those within {AS_FAST:.0%} of the fastest" * (
+            best["name"] != told["layouts"][0]["name"]
+        )
+        say(f"\n{legal}. Take {best['name']}{as_fast}")
     else:
         say(f"\ndoes not fit: {best['name']} comes closest, and is short by {memory['lacks']}")
         for one in told["try"]:
