@@ -247,9 +247,14 @@ def test_which_layouts_keep_weights(plan: MeshPlan, keeps: bool, adds: bool) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
-def test_compiled_blocks_keep_them_too(recipe: str) -> None:
-    layouts = [replace(layout, float8=RECIPES[recipe], compile_backend="aot_eager") for layout in (KEPT, PER_USE)]
+@pytest.mark.parametrize(
+    ("recipe", "backend", "mode"),
+    [("bf16", "aot_eager", "none"), ("tensorwise", "aot_eager", "none"), ("delayed", "aot_eager", "none"),
+     ("bf16", "aot_eager", "full"), ("bf16", "eager", "full"), ("bf16", "eager", "selective")],
+)  # fmt: skip
+def test_compiled_blocks_keep_them_too(recipe: str, backend: str, mode: str) -> None:
+    how = {"float8": RECIPES[recipe], "compile_backend": backend, "activation_checkpointing": mode}
+    layouts = [replace(layout, **how) for layout in (KEPT, PER_USE)]
     kept, per_use = (trained(layout, shape_of(layers=1), steps=2) for layout in layouts)
     assert all(torch.equal(a, b) for a, b in zip(kept, per_use, strict=True))
 

@@ -76,8 +76,10 @@ class Layout:
         return self.weights_cast == "auto" and not plan.by_fsdp and plan.tp == 1
 
     def adds_gradients(self, plan: MeshPlan) -> bool:
-        """Whether then the gradient of a weight is added to the step's as it is formed: in one process."""
-        return self.keeps_weights(plan) and plan.dp_replicate == plan.pp == 1
+        """Whether then the gradient of a weight is added to the step's as it is formed: in one process, but where
+        ``torch.compile`` computes eagerly again, for which it saves the sum (torch 2.13)."""
+        again = self.compile_backend == "eager" and self.activation_checkpointing != "none"
+        return self.keeps_weights(plan) and plan.dp_replicate == plan.pp == 1 and not again
 
     def recomputed(self, layers: int) -> int:
         """How many of a stage's ``layers`` blocks recompute."""
