@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from math import prod
 
+from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.held import held
 from quern.parallel.planning.step import Step
@@ -18,6 +20,7 @@ from quern.planner.memory.peak import State, in_flight, most_in_flight
 from quern.planner.search import COMES_AND_GOES, GIB, Room
 from quern.planner.time.estimate import BESIDE, StepTime
 from quern.planner.time.messages import seconds
+from quern.words import counted
 
 __all__ = ["explain"]
 
@@ -26,7 +29,7 @@ def explain(step: Step, state: State, hardware: Hardware, room: Room, time: Step
     """Lines of text; a title begins with ``# ``. ``time``: None where the layout does not fit."""
     rank = room.place * (step.plan.world_size // step.plan.pp)
     parts = [
-        _state(step, rank, state.moment_bytes), _activations(step, state, room, rank),
+        _model(step.shape), _state(step, rank, state.moment_bytes), _activations(step, state, room, rank),
         _memory(step, state, hardware, room, rank), _traffic(step, hardware, rank),
     ]  # fmt: skip
     if step.plan.pp > 1:
@@ -34,6 +37,25 @@ def explain(step: Step, state: State, hardware: Hardware, room: Room, time: Step
     if time is not None:
         parts.append(_time(step, hardware, time))
     return [line for part in parts for line in part]
+
+
+def _model(shape: ModelShape) -> Iterator[str]:
+    yield "# Parameters"
+    dim, heads = shape.dim, shape.num_heads + shape.num_kv_heads
+    for layer, number in alike(shape, range(shape.num_layers)):
+        sizes = {"attention": (2, heads, shape.head_dim, dim), "its feed-forward": (3, dim, shape.ffn_dim)}
+        if (moe := shape.moe) is not None and shape.is_sparse(layer):
+            sizes["its feed-forward"] = (3, dim, moe.shared_ffn_dim)
+            sizes |= {"experts": (moe.num_experts, 3, dim, moe.ffn_dim), "routing": (moe.num_experts, dim)}
+        whole, told = shape.layer_parameters(layer), {name: size for name, size in sizes.items() if prod(size)}
+        rest = whole - sum(map(prod, told.values()))
+        sums = [f"{' · '.join(f'{n:,}' for n in size)} of {name}" for name, size in told.items()]
+        yield f"{counted(number, 'layer')} with {' + '.join(sums)} + {rest:,} of norms = {whole:,} parameters each"
+    tables = 1 if shape.tied_embeddings else 2
+    yield (
+        f"+ {tables} · {shape.vocab_size:,} · {dim:,} of ids + {dim:,} of the last norm = {shape.num_parameters:,}. "
+        f"Attention has {shape.num_heads} heads of queries and {shape.num_kv_heads} of keys, of {shape.head_dim} each."
+    )
 
 
 def _state(step: Step, rank: int, moment_bytes: int) -> Iterator[str]:
@@ -209,6 +231,7 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
         f"{tokens:,} tokens a step on {gpus:,} GPUs of {hardware.flops / 1e12:,.0f} TFLOP/s, with all of attention as "
         f"MFU usually counts: {full:.4g} · {tokens:,} / {gpus:,} / {hardware.flops:.4g} = {best:.3f} s."
     )
+    within = 7 / 12 * attention * tokens / gpus / hardware.flops / hardware.efficiency.attention
     float8 = "" if step.layout.float8 is None else ", if all were in BF16; FP8 ones take their own rate, and casts"
     reached = 6 * matmul * tokens / gpus / hardware.flops / hardware.efficiency.products
     yield (
@@ -216,6 +239,11 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
         f"{hardware.flops:.4g} / {hardware.efficiency.products:g} = {reached:.3f} s; rows and columns in whole tiles, "
         "the slowest rank's share of layers and logits, and a time for each kernel make it what is planned"
         f"{float8}."
+    )
+    yield (
+        f"Attention takes 2 products of half its matrix forward and 5 backward, 7 / 12 · {attention:.4g} · {tokens:,} "
+        f"/ {gpus:,} / {hardware.flops:.4g} / {hardware.efficiency.attention:g} = {within:.3f} s. Element-wise kernels, "
+        "casts, copies and the update take the bytes that they move over the memory's speed; recomputation is apart."
     )
     yield "Planned are " + " + ".join(f"{name} {value:.3f}" for name, value in time.parts.items() if value >= 0.0005)
     yield (

@@ -46,6 +46,26 @@ def told(request: Any) -> dict[str, list[str]]:
     return lines_of(*of[request.param])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "lines"),
+    [({"preset": "llama3-8b"}, 1), ({"preset": "debug"}, 1), ({"preset": "mixtral-8x7b"}, 1),
+     ({"preset": "qwen3-30b-a3b", "moe": {"num_experts": 128, "top_k": 8, "first_dense": 3}}, 2)],
+)  # fmt: skip
+def test_parameters_add_up(sizes: dict[str, Any], lines: int) -> None:
+    shape = ModelConfig.model_validate(sizes).shape(128_256)
+    step, hardware = step_of(Choice(), Wish(shape, 1, 1, 8192, 8)), load_hardware("h100")
+    title, *told = explain(step, State(), hardware, room(step, State(), hardware), None)[: lines + 2]
+    assert title == "# Parameters"
+    *layers, ends = told
+    number = sum(prod(map(value, re.findall(NUMBER, part))) for part in ends.partition(" = ")[0].split(" + "))
+    for line in layers:
+        count, sums, each = re.fullmatch(rf"(\d+) layers? with (.*) = {NUMBER} parameters each", line).groups()  # type: ignore[union-attr]
+        found = sum(prod(map(value, re.findall(NUMBER, part))) for part in sums.split(" + "))
+        assert found == value(each)
+        number += int(count) * found
+    assert number == shape.num_parameters == value(re.search(f" = {NUMBER}\\.", ends)[1])  # type: ignore[index]
+
+
 def test_state_is_16_bytes_a_parameter(told: dict[str, list[str]]) -> None:
     bytes_, whole, share = told["Model state"]
     pattern = r"(\d+) bytes for its master, (\d+) for each .* and (\d+) for its gradient: (\d+)"
@@ -133,7 +153,7 @@ def test_messages_add_up(told: dict[str, list[str]]) -> None:
 
 
 def test_time_adds_up(told: dict[str, list[str]]) -> None:
-    token, least, large, planned, total = told["Time"]
+    token, least, large, half, planned, total = told["Time"]
     matmul, *factors = (value(text) for text in re.search(
         f"each of {NUMBER} .* layers {NUMBER} · heads {NUMBER} · {NUMBER} · tokens {NUMBER} = ", token).groups())  # type: ignore[union-attr]  # fmt: skip
     attention = 12.0
@@ -148,6 +168,10 @@ def test_time_adds_up(told: dict[str, list[str]]) -> None:
         f"6 · {NUMBER} · {NUMBER} / {NUMBER} / {NUMBER} / {NUMBER} = {NUMBER} s", large).groups())  # type: ignore[union-attr]  # fmt: skip
     assert factors[:4] == [matmul, tokens, gpus, peak]
     assert 6 * matmul * tokens / gpus / peak / factors[4] == pytest.approx(reached, abs=0.001)
+    *factors, reached = (value(text) for text in re.search(
+        f"7 / 12 · {NUMBER} · {NUMBER} / {NUMBER} / {NUMBER} / {NUMBER} = {NUMBER} s", half).groups())  # type: ignore[union-attr]  # fmt: skip
+    assert factors[:4] == [pytest.approx(attention, rel=1e-3), tokens, gpus, peak]
+    assert 7 / 12 * attention * tokens / gpus / peak / factors[4] == pytest.approx(reached, abs=0.001)
     parts = [value(text.rsplit(" ", 1)[1]) for text in planned.removeprefix("Planned are ").split(" + ")]
     whole, again, same, mfu = (value(text) for text in re.search(
         f"= {NUMBER} s; MFU = {NUMBER} / {NUMBER} = {NUMBER}%, ", total).groups())  # type: ignore[union-attr]  # fmt: skip
