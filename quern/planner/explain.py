@@ -243,7 +243,8 @@ def _time(step: Step, hardware: Hardware, time: StepTime) -> Iterator[str]:
     yield (
         f"Attention takes 2 products of half its matrix forward and 5 backward, 7 / 12 · {attention:.4g} · {tokens:,} "
         f"/ {gpus:,} / {hardware.flops:.4g} / {hardware.efficiency.attention:g} = {within:.3f} s. Element-wise "
-        "kernels, casts, copies and the update take the bytes that they move over the memory's speed; recomputation is apart."
+        "kernels, casts, copies and the update take the bytes that they move over the memory's speed; what is computed "
+        "again is apart."
     )
     yield "Planned are " + " + ".join(f"{name} {value:.3f}" for name, value in time.parts.items() if value >= 0.0005)
     yield (
