@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.train.processes.machine import bind_cores, collecting, set_allocator
+from quern.train.processes.machine import available_memory, bind_cores, collecting, set_allocator
 
 GPU = torch.device("cuda", 1)
 
@@ -90,3 +90,35 @@ def test_garbage_is_pythons_where_the_interval_is_0() -> None:
     with collecting(0) as collect:
         assert gc.isenabled()
         collect(0)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/", {"sys/fs/cgroup": ("max", "50")}, 1000),
+        ("0::/", {"sys/fs/cgroup": ("900", "700")}, 230),
+        ("0::/pod/job", {"sys/fs/cgroup/pod/job": ("max", "40"), "sys/fs/cgroup/pod": ("400", "350")}, 80),
+        ("0::/pod/job", {"sys/fs/cgroup": ("100", "250")}, 0),  # a container sees its own group as the root
+        ("4:cpu,memory:/docker/1\n1:name=systemd:/", {"sys/fs/cgroup/memory": ("300", "200")}, 130),
+        ("3:cpuset:/", {"sys/fs/cgroup/memory": ("300", "200")}, 1000),
+    ],
+)  # fmt: skip
+def test_memory_is_what_machine_and_control_groups_leave(
+    tmp_path: Path, group: str, files: dict[str, tuple[str, str]], expected: int
+) -> None:
+    """In KiB; 30 of what is used are files that can be dropped."""
+    written = {"proc/self/cgroup": group, "proc/meminfo": "MemTotal: 2000 kB\nMemAvailable:    1000 kB\n"}
+    for folder, sizes in files.items():
+        names = ("limit_in_bytes", "usage_in_bytes") if folder.endswith("memory") else ("max", "current")
+        for name, size in zip(names, sizes, strict=True):
+            written[f"{folder}/memory.{name}"] = size if size == "max" else str(int(size) * 1024)
+        prefix = "total_" if folder.endswith("memory") else ""
+        written[f"{folder}/memory.stat"] = f"anon 1\n{prefix}inactive_file {30 * 1024}\n"
+    for name, text in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory(str(tmp_path)) == expected * 1024
+
+
+def test_a_system_that_does_not_tell_its_memory(tmp_path: Path) -> None:
+    assert available_memory(str(tmp_path)) is None

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -27,13 +28,36 @@ def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say (Linux's proc says)."""
+def available_memory(root: str = "/") -> int | None:
+    """Bytes that can be had without swapping, of the machine and within the limits of this process's control groups,
+    which a container's or a job's limit is; None where the system does not say (Linux's proc says)."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        with open(os.path.join(root, "proc/meminfo"), encoding="ascii") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
+    return max(0, min([free, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: str) -> Iterator[int]:
+    """Of each group of this process that has a limit: what is not used, and files that no one has asked for lately."""
+    names = {
+        "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    with suppress(OSError):
+        for line in _read(root, "proc/self/cgroup").splitlines():
+            _, kinds, path = line.split(":", 2)
+            for kind in names.keys() & kinds.split(","):
+                base, most, used, files = names[kind]
+                for folder in (
+                    path.strip("/"),
+                    *map(str, PurePath(path.strip("/")).parents),
+                ):  # of ours, or its own view
+                    with suppress(OSError, ValueError):  # no such file; "max", which is no limit
+                        group = root, base, folder
+                        stat = dict(one.split() for one in _read(*group, "memory.stat").splitlines())
+                        yield int(_read(*group, most)) - int(_read(*group, used)) + int(stat.get(files, 0))
 
 
 def pci_address(device: torch.device) -> str:
