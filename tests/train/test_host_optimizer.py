@@ -415,6 +415,7 @@ def test_closing_waits_for_the_update_and_leaves_no_thread_and_no_cycle() -> Non
     parallel.run.forward([inputs_of(1)])
     with pytest.raises(RuntimeError, match="shutdown"):
         step(optimizer, 0.01)
+    assert {float(slots["step"]) for slots in optimizer.state.values()} == {1.0}  # waits for no update
     gc.disable()
     try:
         alive = weakref.ref(optimizer)

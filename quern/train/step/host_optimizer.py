@@ -112,8 +112,9 @@ class HostOptimizer(torch.optim.Optimizer, Closes):
         with self._on.stream(self._down):
             for (name, value), place in zip(given.items(), self._scalars.unbind(), strict=True):
                 given[name] = None if value is None else place.copy_(value, non_blocking=True)
-        self._updates, self._spent = [Future() for _ in self._units], True
-        self._thread.submit(self._update, gradients, given, self._updates)
+        updates: Sequence[Future[Any]] = [Future() for _ in self._units]
+        self._thread.submit(self._update, gradients, given, updates)  # fails after close: nobody would end these
+        self._updates, self._spent = updates, True
 
     @torch.no_grad()
     def _update(
