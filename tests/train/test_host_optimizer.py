@@ -4,6 +4,7 @@ for its own part of an update alone."""
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 import weakref
@@ -94,10 +95,10 @@ def test_a_run_that_the_machine_has_no_memory_for_is_refused(
         optimizer, weights = trainer.optimizer, [*trainer.model.parameters()]
         moments = [slots[name] for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         tensors = [*weights, *(own.grad for own in weights), *trainer.parallel.weights.parameters(), *moments]
-        tensors += [*optimizer._gradients, *optimizer._weights]
+        buffers = [2 ** math.ceil(math.log2(own.nbytes)) for own in (*optimizer._gradients, *optimizer._weights)]
         kept, copied = trainer.parallel.kept, trainer.checkpoints.async_save._snapshot
         held[:] = [
-            sum(own.nbytes for own in tensors) + sum(own.bytes for own in kept),
+            sum(own.nbytes for own in tensors) + sum(buffers) + sum(own.bytes for own in kept),
             0 if copied is None else copied._memory.size,
         ]
 

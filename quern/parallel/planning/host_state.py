@@ -13,9 +13,10 @@ __all__ = ["host_state"]
 def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
     """Bytes of a rank, by shapes; ``moment``: of an element of one.
 
-    ``device``: weights and gradients, and of FP8 2 bytes for each weight that is kept quantised; ``host``: masters and
-    moments; ``staging``: pinned buffers, two each for the largest unit's gradients and weights, but for what rounds a
-    weight's part to 64; a step moves gradients ``down`` to the host and weights ``up``.
+    ``device``: weights and gradients, and of FP8 2 bytes for each weight that is kept quantised; ``host``: masters
+    and moments; ``staging``: two buffers each for the largest unit's gradients and weights, each of a power of two
+    bytes as torch pins them (CachingHostAllocator.h), but for what rounds a weight's part to 64; a step moves
+    gradients ``down`` to the host and weights ``up``.
     """
     layout, shape, tp = step.layout, step.shape, step.plan.tp
     places, stages = step.plan.coordinates(rank), layout.layers_of_stages(shape)
@@ -48,7 +49,8 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
         copied = total - experts
     kept = compute * copied if layout.keeps_weights(step.plan) and compute < master else 0
     down = step.gradient_bytes * total
-    staging = 2 * max(master * count for count, _ in sizes) + 2 * max(size for _, size in sizes)
+    buffers = (max(of) for of in zip(*((master * count, size) for count, size in sizes), strict=True))
+    staging = sum(2 * (1 << (size - 1).bit_length()) for size in buffers)
     return {
         "device": sent + kept + down, "host": (master + 2 * moment) * total, "staging": staging, "down": down,
         "up": sent,
