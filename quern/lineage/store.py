@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from quern.tokenize.encoding import load_encoding
 from quern.tokenize.selection.chosen import Chosen
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["DocumentIdentities", "IndexedRun", "Spans", "Stream", "parse_hash", "parse_host"]
+__all__ = ["DocumentIdentities", "IndexedRun", "Spans", "Stream", "parse_hash", "parse_host", "plain"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -364,6 +365,13 @@ def parse_hash(value: str | bytes, name: str) -> bytes:
     if len(found) != 16:
         raise InputError(f"{name}: expected 32 hex digits, got {value!r:.60}")
     return found
+
+
+def plain(value: Any) -> Any:
+    """A cell of a verdict row as JSON takes it: hashes in hex, times in ISO 8601."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.isoformat() if isinstance(value, dt.datetime) else value
 
 
 def parse_host(value: str, name: str) -> str:

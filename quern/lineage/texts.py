@@ -6,7 +6,6 @@ and document tables of a partition are read side by side, some rows at a time, s
 
 from __future__ import annotations
 
-import datetime as dt
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,9 @@ from typing import IO, Any, Literal, Self, get_args
 import pyarrow as pa
 
 from quern import storage
+from quern.closes import Closes
 from quern.errors import InputError
-from quern.lineage.store import IndexedRun
+from quern.lineage.store import IndexedRun, plain
 from quern.storage.parquet import TableWriter, open_table, read_batches
 
 __all__ = ["FILE_BYTES", "FORMATS", "RECORD_FILE", "TextExport", "export_texts"]
@@ -147,8 +147,8 @@ class _Verdicts:
         made = [
             {
                 "id": row["doc_id"].hex(), "text": texts[row["doc_id"]], "url": row["url"],
-                "date": _plain(row["fetched_at"]), "language": row["language"], "source": row["source"],
-                **{name: _plain(row[name]) for name in self._columns},
+                "date": plain(row["fetched_at"]), "language": row["language"], "source": row["source"],
+                **{name: plain(row[name]) for name in self._columns},
             }
             for row in rows
         ]  # fmt: skip
@@ -160,23 +160,13 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_timestamp(kind) or pa.types.is_fixed_size_binary(kind) else kind
 
 
-def _plain(value: Any) -> Any:
-    """A cell as JSON takes it."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return value.isoformat() if isinstance(value, dt.datetime) else value
-
-
-class _JsonLines:
+class _JsonLines(Closes):
     """Gzipped JSON lines; equal rows give equal bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def add(self, table: pa.Table) -> None:

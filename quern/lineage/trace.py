@@ -19,7 +19,7 @@ from quern.lineage.difference import difference
 from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
 from quern.lineage.limits import config_of, limits, rules_of
-from quern.lineage.store import IndexedRun, Stream
+from quern.lineage.store import IndexedRun, Stream, plain
 from quern.storage.parquet import Table, open_table
 from quern.tokenize.selection.measures import rows_of
 from quern.train.history.consumers import read_consumers
@@ -156,10 +156,7 @@ def summaries(lineage: IndexedRun, numbers: I64) -> list[dict[str, Any]]:
         rows.append(
             {
                 "number": number,
-                "doc_id": row["doc_id"].hex(),
-                "url": row["url"],
-                "source": row["source"],
-                "fetched_at": _iso(row["fetched_at"]),
+                **{name: plain(row[name]) for name in ("doc_id", "url", "source", "fetched_at")},
                 "outcome": _outcome(row, lineage.decision(number), lineage.change(number)),
             }
         )
@@ -195,16 +192,10 @@ def trace(lineage: IndexedRun, number: int, text_chars: int | None = TEXT_CHARS)
         "run": lineage.run,
         "corpus_version": lineage.version,
         "number": number,
-        "doc_id": row["doc_id"].hex(),
-        "source": row["source"],
-        "url": row["url"],
-        "canonical_url": row["canonical_url"],
-        "surt": row["surt"],
-        "host": row["host"],
-        "record": {name: _iso(row[column]) for column, name in _RECORD.items()},
+        **{name: plain(row[name]) for name in ("doc_id", "source", "url", "canonical_url", "surt", "host")},
+        "record": {name: plain(row[column]) for column, name in _RECORD.items()},
         "language": {"code": row["language"], "score": row["language_score"]},
-        "pre_filter_hash": _hex(row["pre_filter_hash"]),
-        "post_filter_hash": _hex(row["post_filter_hash"]),
+        **{name: plain(row[name]) for name in ("pre_filter_hash", "post_filter_hash")},
         "outcome": _outcome(row, decision, change),
         "change": _change(change),
         "stage": row["stage"],
@@ -255,13 +246,13 @@ def _duplicates(
         "decision": None,
         "removed_count": len(removed),
         "removed": [],
-        "cluster": {"id": _hex(cluster_id), "documents": len(cluster)} if cluster_id is not None else None,
+        "cluster": {"id": plain(cluster_id), "documents": len(cluster)} if cluster_id is not None else None,
     }
     if decision is not None:
         survivor = lineage.verdict(find_document(lineage, decision["duplicate_of"].hex()))
         found["decision"] = {
             **_evidence(decision),
-            "survivor": {"doc_id": _hex(survivor["doc_id"]), "url": survivor["url"], "source": survivor["source"]},
+            "survivor": {name: plain(survivor[name]) for name in ("doc_id", "url", "source")},
             "difference": _difference(text, _stored_text(lineage.run, survivor)),
         }
     for other in removed[:NUM_REMOVED].tolist():
@@ -269,9 +260,7 @@ def _duplicates(
         assert why is not None
         found["removed"].append(
             {
-                "doc_id": _hex(row["doc_id"]),
-                "url": row["url"],
-                "source": row["source"],
+                **{name: plain(row[name]) for name in ("doc_id", "url", "source")},
                 **_evidence(why),
                 "difference": _difference(_stored_text(lineage.run, row), text),
             }
@@ -368,11 +357,3 @@ def _read_text(path: str, table: Table, group: int, row: int) -> str | None:
     if not isinstance(text, str | None):
         raise InputError(f"{path}: text: expected {pa.string()}, got {batch['text'].type}")
     return text
-
-
-def _hex(value: bytes | None) -> str | None:
-    return None if value is None else value.hex()
-
-
-def _iso(value: Any) -> Any:
-    return value.isoformat() if hasattr(value, "isoformat") else value

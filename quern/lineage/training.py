@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -316,27 +316,26 @@ class TrainingRun:
         """
         found: dict[int, SeenCheckpoint] = {}
         for checkpoint in list_checkpoints(self.path):
-            try:
-                self._add(found, read_manifest(checkpoint.path), checkpoint.path)
-            except InputError as error:
-                self.damaged[checkpoint.path] = str(error)
+            self._add(found, checkpoint.path, partial(read_manifest, checkpoint.path))
         if store:
             from quern.train.checkpoint.store.stored import store_of
 
             behind = store_of(self.path)
             for step in behind.checkpoints():
                 if step not in found:
-                    try:
-                        self._add(found, behind.manifest(step), behind.address(step))
-                    except InputError as error:
-                        self.damaged[behind.address(step)] = str(error)
+                    self._add(found, behind.address(step), partial(behind.manifest, step))
         return [found[step] for step in sorted(found)]
 
     def branch_of(self, seen: SeenCheckpoint) -> tuple[Stretch, ...]:
         """The stretches that made the weights of a checkpoint."""
         return self.branch(seen.step, self._lines(seen.offset))
 
-    def _add(self, found: dict[int, SeenCheckpoint], manifest: Manifest, path: str) -> None:
+    def _add(self, found: dict[int, SeenCheckpoint], path: str, read: Callable[[], Manifest]) -> None:
+        try:
+            manifest = read()
+        except InputError as error:
+            self.damaged[path] = str(error)
+            return
         step, offset = manifest.step, manifest.ledger_offset
         size = os.path.getsize(self._file)
         if offset > size:

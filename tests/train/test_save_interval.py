@@ -26,9 +26,9 @@ from quern.train.checkpoint.retention.save_interval import (
 
 def fed(cadence: SaveInterval, cost: float, delay: float, step: float, times: int = 8) -> SaveInterval:
     for _ in range(times):
-        cadence.observe_save(cost)
-        cadence.observe_publish(delay)
-        cadence.observe_step(step)
+        cadence.observe("cost", cost)
+        cadence.observe("delay", delay)
+        cadence.observe("step", step)
     return cadence
 
 
@@ -106,9 +106,9 @@ def test_free_saves_are_made_at_every_step_and_no_more_often_than_they_are_writt
 def test_one_bad_figure_moves_nothing():
     cadence = fed(SaveInterval(HOUR), 2.0, 20.0, 4.0)
     before = cadence.next_interval()
-    cadence.observe_save(500.0)
-    cadence.observe_publish(5000.0)
-    cadence.observe_step(900.0)
+    cadence.observe("cost", 500.0)
+    cadence.observe("delay", 5000.0)
+    cadence.observe("step", 900.0)
     assert cadence.next_interval() == before
     fed(cadence, 50.0, 60.0, 10.0, times=8)  # and eight new ones are all that counts
     after = cadence.next_interval()
@@ -166,7 +166,7 @@ def test_where_nearly_all_is_wasted_the_useful_share_decides():
     assert after.waste < expected_waste(before.interval_s, 40.0, 60.0, restart_s=600.0) <= 1.01 * after.waste
 
 
-events = st.lists(st.tuples(st.sampled_from(["save", "publish", "step", "ask"]), st.floats(0.01, 1e3)), max_size=60)
+events = st.lists(st.tuples(st.sampled_from(["cost", "delay", "step", "ask"]), st.floats(0.01, 1e3)), max_size=60)
 
 
 def replay(cadence: SaveInterval, actions: list[tuple[str, float]]) -> list[Decision]:
@@ -175,7 +175,7 @@ def replay(cadence: SaveInterval, actions: list[tuple[str, float]]) -> list[Deci
         if action == "ask":
             answers.append(cadence.next_interval())
         else:
-            getattr(cadence, f"observe_{action}")(seconds)
+            cadence.observe(action, seconds)
     return answers
 
 
@@ -221,9 +221,9 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(change: Mapping[str
 @pytest.mark.parametrize("value", [-1.0, math.nan, -math.inf, math.inf, "5", None, True])
 def test_bad_measurements_are_named(value):
     cadence = SaveInterval(HOUR)
-    for name, field in (("save", "cost_s"), ("publish", "delay_s"), ("step", "step_s")):
-        with pytest.raises(InputError, match=f"^{field}: "):
-            getattr(cadence, f"observe_{name}")(value)
+    for name in ("cost", "delay", "step"):
+        with pytest.raises(InputError, match=f"^{name}_s: "):
+            cadence.observe(name, value)
     with pytest.raises(InputError, match=r"^step_s: "):
-        cadence.observe_step(0.0)
+        cadence.observe("step", 0.0)
     assert cadence.state() == {}

@@ -113,7 +113,7 @@ class Node:
             return rest(sock)
 
     def serves(self) -> bool:
-        return self.ask(head("GET", "/")).startswith(b"HTTP/1.1 200")
+        return self.ask(head("GET", f"/{FOLDER}/")).startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
 
     def part(self, data: bytes) -> Any:
         """What the server says of a file of which not all has arrived."""

@@ -132,7 +132,7 @@ def test_the_process_ends_with_its_standard_input_and_not_by_the_trainers_signal
     assert TOKEN.encode() not in command
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
-    assert client(port).folders() == []
+    assert client(port).files(FOLDER) == {}
     assert process.poll() is None
     process.stdin.close()
     assert process.wait(30) == 0
@@ -152,7 +152,7 @@ time.sleep(600)
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE)
     port, server, child = map(int, trainer.stdout.readline().split())
     try:
-        assert client(port).folders() == []
+        assert client(port).files(FOLDER) == {}
         trainer.kill()
         trainer.wait()
         assert Path(f"/proc/{child}/cmdline").read_bytes()
@@ -187,6 +187,6 @@ def test_a_server_process_is_started_and_ended(tmp_path, monkeypatch, capfd):
 def test_an_address_of_ip_version_6(node):
     there = node(host="::1")
     peer = client(there.port, host="::1")
-    assert peer.folders() == []
+    assert peer.files(FOLDER) == {}
     with pytest.raises(PeerError, match=rf"\[::1\]:{there.port}: {PLACE}: answered 404"):
         peer.fetch(FOLDER, NAME, record_of(b"x"), str(there.here))

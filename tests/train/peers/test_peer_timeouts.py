@@ -115,7 +115,7 @@ def test_who_has_no_token_keeps_nobody_out(node, monkeypatch, said):
         for sock in idle:
             sock.sendall(said)
         for _ in range(3):
-            assert there.ask(head("GET", "/")).status == 200
+            assert there.serves()
         for sock in idle[:12]:
             assert rest(sock) == b""
         assert len(there.server._unknown) <= 8
@@ -128,13 +128,14 @@ def test_one_more_than_are_served_at_once_is_told(node):
         sock.sendall(put_head(content(MIB), f"/{FOLDER}/new"))
         until(lambda: there.server._slots.taken > 0)
         for _ in range(3):
-            assert there.ask(head("GET", "/")).status == 503
+            assert there.ask(head("GET", f"/{FOLDER}/")).status == 503
         assert there.server._slots.taken == 1
     until(there.serves)
 
 
 def test_a_head_has_a_size(there):
-    fits = head("GET", "/", X="y" * 10_000)
+    (there.root / FOLDER).mkdir()
+    fits = head("GET", f"/{FOLDER}/", X="y" * 10_000)
     assert there.ask(fits).status == 200
     assert there.ask(head("GET", "/", X="y" * 17_000)[: 16 << 10]).status == 431
     for request in (head("GET", "/", X="y" * 17_000), b"GET /" + b"x" * 17_000, b"x" * 100_000):
@@ -228,16 +229,13 @@ def test_a_peer_that_does_not_go_on_receiving_is_given_up(tmp_path, answers):
         sender.send(FOLDER, NAME, str(put(tmp_path, large)), record_of(large))
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b'["step_1"]', b'["../x"]', b"[1]", b"{}", b"\xff",
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b'["step_1"]', b'["../x"]', b"[1]", b"\xff",
                                   b'{"../x": 1}', b'{"x": -1}', b'{"x": "1"}'])  # fmt: skip
 def test_a_list_that_makes_no_sense_is_refused(answers, body):
     peer = answers(answer_head(len(body)) + body)
     asker = client(peer.port, attempts=2)
-    with pytest.raises(PeerError, match=f"{HOST}:{peer.port}: folders: "):
-        asker.folders()
-    if body != b"{}":
-        with pytest.raises(PeerError, match=f"{HOST}:{peer.port}: {FOLDER}: "):
-            asker.files(FOLDER)
+    with pytest.raises(PeerError, match=f"{HOST}:{peer.port}: {FOLDER}: "):
+        asker.files(FOLDER)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from quern import storage
+from quern.data_pipeline.page.keys import KEY, keys_of
 from quern.errors import InputError
 from quern.lineage.purge.restoration.restored_tokens import Tokens
 from quern.storage.parquet import table_in
@@ -35,7 +36,7 @@ class SpanTable:
     """The documents of a shard, in their order."""
 
     doc_ids: np.ndarray
-    """uint8[n, 16]."""
+    """S16[n]."""
     lengths: np.ndarray
     """int64[n], EOT included."""
     purged: np.ndarray
@@ -43,11 +44,6 @@ class SpanTable:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def keys(self) -> np.ndarray:
-        """S16[n]: comparable doc_ids."""
-        return np.ascontiguousarray(self.doc_ids).reshape(-1).view("S16")
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,7 @@ def read_spans(folder: str, info: ShardInfo) -> SpanTable:
     whole = len(table) == info.documents and int(ends[-1] if len(ends) else 0) == info.tokens
     if not whole or (starts != ends - lengths).any():
         raise InputError(f"{path}: its spans do not cover the shard's {info.tokens} tokens without a gap")
-    ids = b"".join(chunk.buffers()[1].to_pybytes()[: 16 * len(chunk)] for chunk in table["doc_id"].chunks)
-    return SpanTable(np.frombuffer(ids, np.uint8).reshape(-1, 16), lengths, table["purged"].to_numpy())
+    return SpanTable(keys_of(table["doc_id"]), lengths, table["purged"].to_numpy())
 
 
 def write_generation(
@@ -105,7 +100,7 @@ def write_generation(
     """
     stored = np.dtype(dtype).newbyteorder("<")
     old = change.info
-    none = SpanTable(np.empty((0, 16), np.uint8), np.empty(0, np.int64), np.empty(0, bool))
+    none = SpanTable(np.empty(0, KEY), np.empty(0, np.int64), np.empty(0, bool))
     spans = read_spans(folder, old) if old is not None else none
     going = np.zeros(len(spans), bool)
     going[change.rows] = True
@@ -174,10 +169,10 @@ def _places(spans: SpanTable, arrivals: Sequence[Tokens], seed: int) -> list[int
 
 
 def _joined(spans: SpanTable, going: np.ndarray, arrivals: Sequence[Tokens], places: Sequence[int]) -> SpanTable:
-    ids = np.frombuffer(b"".join(arrival.doc_id for arrival in arrivals), np.uint8).reshape(-1, 16)
+    ids = np.array([arrival.doc_id for arrival in arrivals], KEY)
     lengths = np.array([len(arrival.tokens) for arrival in arrivals], np.int64)
     stay = np.insert(~going, places, True) if len(arrivals) else ~going
-    doc_ids = np.insert(spans.doc_ids, places, ids, axis=0) if len(arrivals) else spans.doc_ids
+    doc_ids = np.insert(spans.doc_ids, places, ids) if len(arrivals) else spans.doc_ids
     all_lengths = np.insert(spans.lengths, places, lengths) if len(arrivals) else spans.lengths
     return SpanTable(doc_ids[stay], all_lengths[stay], np.zeros(int(stay.sum()), bool))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from quern.errors import InputError
 from quern.lineage.index.changes import CHANGE_FILE, CHANGES_SCHEMA, PURGED, RESTORED, Purges, changes_file
 from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.apply.shards import ShardChange, read_spans, write_generation
+from quern.lineage.purge.apply.superseded import MANIFEST, SHARD
 from quern.lineage.purge.restoration.restore import Restored
 from quern.lineage.purge.restoration.restored_tokens import Tokens, read_tokens
 from quern.remote.concurrency import in_order
@@ -27,8 +27,6 @@ from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, write_manifest
 
 __all__ = ["OpenCorpus", "PurgePlan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
-
-_VERSIONED = re.compile(r"(?:shard_[0-9]{5,9}\.v([0-9]+)\.(?:bin|spans\.parquet)|manifest\.v([0-9]+)\.json)")
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def _look(
 
     def look(position: int) -> _Found:
         spans = read_spans(folder, listed.shards[position])
-        mine = np.isin(spans.keys, wanted.get(position, nobody))
+        mine = np.isin(spans.doc_ids, wanted.get(position, nobody))
         rows = np.flatnonzero(mine & ~spans.purged)
         already = int((mine & spans.purged).sum())
         return _Found(rows, spans.doc_ids[rows].tobytes(), int(spans.lengths[rows].sum()), already)
@@ -265,8 +263,8 @@ def undo(tokens: str, version: int) -> int:
     removed = 0
     for path in storage.list_files(tokens):
         name = path.rpartition("/")[2]
-        match = _VERSIONED.fullmatch(name) or CHANGE_FILE.fullmatch(name)
-        if match is not None and int(next(filter(None, match.groups()))) == version:
+        match = SHARD.fullmatch(name) or MANIFEST.fullmatch(name) or CHANGE_FILE.fullmatch(name)
+        if match is not None and match[1] == str(version):
             storage.remove(path)
             removed += 1
     return removed

@@ -11,7 +11,7 @@ import numpy as np
 from quern import storage
 from quern.data_pipeline import report
 from quern.data_pipeline.execution.run_directory import torn
-from quern.data_pipeline.page.keys import KEY, contains, places
+from quern.data_pipeline.page.keys import KEY, contains
 from quern.data_pipeline.stages.tombstones import read_purge_list
 from quern.errors import InputError, QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
@@ -126,26 +126,21 @@ def check_purge_list(purged: Purged, purge_list: str | None) -> Check:
 def check_pages(run: str, purged: Purged, train_runs: Sequence[str]) -> Check:
     """Check that neither the report nor a forensics page of a training run shows the text of a purged document."""
     check = Check("pages", "neither the report nor a forensics page shows the text of a purged document")
+    found: dict[str, np.ndarray] = {}
     path = storage.join(run, REPORT)
     if storage.is_file(path):
         check.counts["pages"] += 1
         shown = report.shown_documents(storage.read_bytes(path).decode("utf-8", "replace"))
         if shown is None:
             check.unknown.append(f"{REPORT}: does not say whose texts it shows")
-        for doc_id in _of(np.array(sorted(shown or ()), KEY), purged):
-            check.found(REPORT, "shows the text of a purged document", None, doc_id)
+        found[REPORT] = np.array(sorted(shown or ()), KEY)
     for train_run in train_runs:
         if not storage.is_folder(train_run):
             check.unknown.append(f"{train_run}: no such training run here")
             continue
         for path in pages(train_run):
             check.counts["pages"] += 1
-            for doc_id in _of(shown_in(storage.read_bytes(path)), purged):
-                check.found(path, "shows the text of a purged document", None, doc_id)
+            found[path] = shown_in(storage.read_bytes(path))
+    for page, doc_ids in found.items():
+        check.found_each(page, "shows the text of a purged document", contains(purged.ids, doc_ids), doc_ids, None)
     return check
-
-
-def _of(shown: np.ndarray, purged: Purged) -> Iterator[bytes]:
-    at = places(purged.ids, shown)
-    for found in at[at >= 0].tolist():
-        yield purged.ids[found : found + 1].tobytes()

@@ -38,8 +38,7 @@ def find_relatives(run: str, purged: Purged) -> tuple[np.ndarray, Check]:
     _look_through(run, check, "verdicts", _SHARED, look, rows="verdicts")
     relatives = key_set(parts)
     check.counts["relatives"] = len(relatives)
-    for row in np.flatnonzero(~seen).tolist():
-        check.found("verdicts", "has no verdict of a purged document", None, purged.ids[row : row + 1].tobytes())
+    check.found_each("verdicts", "has no verdict of a purged document", ~seen, purged.ids, None)
     return relatives, check
 
 
@@ -106,8 +105,7 @@ def _judge(
             (related & there, f"{column}: is of a document with the text or the URL of a purged one"),
             (_same_text(check, rows[column], purged), f"{column}: is the very text of a purged document"),
         ):
-            for row in np.flatnonzero(mask).tolist():
-                check.found(name, what, first + row, ids[row : row + 1].tobytes())
+            check.found_each(name, what, mask, ids, first)
 
 
 def _same_text(check: Check, texts: pa.ChunkedArray, purged: Purged | None) -> np.ndarray:
@@ -125,8 +123,7 @@ def check_signatures(run: str, purged: Purged) -> Check:
     check = Check("signatures", "signatures/ has no row of a purged document")
 
     def look(name: str, first: int, ids: np.ndarray, table: Table, group: int) -> None:
-        for at in np.flatnonzero(contains(purged.ids, ids)).tolist():
-            check.found(name, "is of a purged document", first + at, ids[at : at + 1].tobytes())
+        check.found_each(name, "is of a purged document", contains(purged.ids, ids), ids, first)
 
     _look_through(run, check, "signatures", (), look)
     return check

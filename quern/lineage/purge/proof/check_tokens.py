@@ -178,8 +178,7 @@ def _judge(job: _Job, shard: ShardInfo, ids: np.ndarray, gone: np.ndarray, first
         (job.purged.ids, "is of a purged document, and not marked as purged"),
         (job.relatives, "is of a document with the text or the URL of a purged one, and not marked as purged"),
     ):
-        for at in np.flatnonzero(contains(keys, ids) & ~gone).tolist():
-            check.found(shard.spans, what, first + at, ids[at : at + 1].tobytes())
+        check.found_each(shard.spans, what, contains(keys, ids) & ~gone, ids, first)
 
 
 def _scan(job: _Job, shard: ShardInfo, spans: _Spans, check: Check) -> str:

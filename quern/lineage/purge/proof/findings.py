@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 __all__ = ["MAX_FINDINGS", "Check", "Finding"]
 
 #: Of a check that are kept; all are counted.
@@ -51,6 +53,12 @@ class Check:
         self.num_findings += 1
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(Finding(file, what, row, None if doc_id is None else doc_id.hex()))
+
+    def found_each(self, file: str, what: str, which: np.ndarray, doc_ids: np.ndarray, first: int | None = 0) -> None:
+        """Note a finding for those of ``doc_ids`` (S16[n]) that the mask ``which`` selects. ``first``: the row of the
+        first of ``doc_ids``; None: they are in no rows."""
+        for at in np.flatnonzero(which).tolist():
+            self.found(file, what, None if first is None else first + at, doc_ids[at : at + 1].tobytes())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -70,20 +70,14 @@ def affected(run: str, deletion_set: np.ndarray, config: DuplicatesConfig, purge
 
 def _components(run: str, deletion_set: np.ndarray) -> np.ndarray:
     """S16, sorted: every member of the components that have a document to delete."""
-    path = storage.join(run, CLUSTERS)
-    named = [
-        keys_of(batch.column("cluster_id"))[contains(deletion_set, keys_of(batch.column("doc_id")))]
-        for batch in batches(path, ["doc_id", "cluster_id"])
-    ]
-    names = key_set(named)
-    if not len(names):
-        return names
-    return key_set(
-        [
-            keys_of(batch.column("doc_id"))[contains(names, keys_of(batch.column("cluster_id")))]
-            for batch in batches(path, ["doc_id", "cluster_id"])
-        ]
-    )
+
+    def those(name: str, other: str, known: np.ndarray) -> np.ndarray:
+        """The values of a column in the rows in which another has a known one."""
+        rows = batches(storage.join(run, CLUSTERS), ["doc_id", "cluster_id"])
+        return key_set([keys_of(own[name])[contains(known, keys_of(own[other]))] for own in rows])
+
+    names = those("cluster_id", "doc_id", deletion_set)
+    return those("doc_id", "cluster_id", names) if len(names) else names
 
 
 def capped_bands(run: str) -> int | None:

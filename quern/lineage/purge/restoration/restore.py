@@ -197,9 +197,11 @@ class _Reconsidered:
         for only in _differences(_removals(recorded, wanted), _removals(fresh, wanted)):
             changed.append(only.view("u1").reshape(-1, _REMOVAL.itemsize)[:, :16].copy().view("S16").ravel())
         places = self._places(partitions, key_set(changed))
-        now, then = _decisions(fresh, places), _decisions(recorded, places)
-        then |= {doc_id: redecided.decision(doc_id) for doc_id in places if doc_id in redecided}
-        clusters = self._clusters(list(places))
+        ids = key_set([np.array(list(places), "S16")])
+        now, first = (_rows_of(path, DECISION_SCHEMA.names, ids) for path in (fresh, recorded))
+        then = first | {doc_id: redecided.decision(doc_id) for doc_id in places if doc_id in redecided}
+        members = _rows_of(storage.join(self.run, CLUSTERS), ["cluster_id"], ids)
+        clusters = {doc_id: row["cluster_id"] for doc_id, row in members.items()}
         restored, displaced, decisions = [], [], []
         for doc_id, place in places.items():
             place["cluster_id"] = clusters.get(doc_id, doc_id)
@@ -219,24 +221,8 @@ class _Reconsidered:
         found: dict[bytes, dict[str, Any]] = {}
         for source, partition in partitions:
             path = os.path.join(self.folder, "verdicts", source, f"{partition}.parquet")
-            for batch in matching(path, ["post_filter_hash"], lambda ids: contains(candidates, ids)):
-                for doc_id, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                    found[doc_id] = {
-                        "doc_id": doc_id,
-                        "source": source,
-                        "partition": partition,
-                        "post_filter_hash": text,
-                    }
-        return found
-
-    def _clusters(self, doc_ids: Sequence[bytes]) -> dict[bytes, bytes]:
-        """The clusters of those documents that the run has one of."""
-        ids = key_set([np.array(doc_ids, "S16")])
-        found: dict[bytes, bytes] = {}
-        for batch in matching(
-            storage.join(self.run, CLUSTERS), ["cluster_id"], lambda own: contains(ids, own), 1 << 16
-        ):
-            found.update(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+            for doc_id, row in _rows_of(path, ["post_filter_hash"], candidates).items():
+                found[doc_id] = {**row, "source": source, "partition": partition}
         return found
 
     def _table(self, rows: Sequence[dict[str, Any]]) -> pa.Table:
@@ -261,13 +247,10 @@ def _removals(path: str, wanted: Any) -> Iterator[np.ndarray]:
         yield rows[wanted(ids)].view(_REMOVAL)
 
 
-def _decisions(path: str, wanted: Mapping[bytes, Any]) -> dict[bytes, dict[str, Any] | None]:
-    """The rows of those documents in a table of decisions."""
-    ids = key_set([np.array(list(wanted), "S16")])
-    found: dict[bytes, dict[str, Any] | None] = {}
-    for batch in matching(path, DECISION_SCHEMA.names, lambda own: contains(ids, own), 1 << 14):
-        found.update((row["doc_id"], row) for row in batch.to_pylist())
-    return found
+def _rows_of(path: str, columns: Sequence[str], doc_ids: np.ndarray) -> dict[bytes, dict[str, Any]]:
+    """By doc_id, the rows that a table has of documents (S16, sorted)."""
+    rows = matching(path, columns, lambda own: contains(doc_ids, own), 1 << 14)
+    return {row["doc_id"]: row for batch in rows for row in batch.to_pylist()}
 
 
 def _evidence(decision: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import codecs
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import IO
 
 from quern import storage
 from quern.data_pipeline.page.url import MAX_CHARS, canonicalize
@@ -110,21 +110,14 @@ def _canonical(text: bytes) -> str | None:
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Numbered from 1; of a line longer than any URL only the first part is given."""
-    if path == "-":
-        yield from _bounded(sys.stdin.buffer)
-        return
-    with storage.reading(path), storage.open_read(path) as file:
-        yield from _bounded(file)
-
-
-def _bounded(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     most = 4 * MAX_CHARS + 2
     number = 0
-    while line := file.readline(most):
-        number += 1
-        yield number, line
-        while len(line) == most and not line.endswith(b"\n"):  # the rest of it
-            line = file.readline(most)
+    with storage.reading(path), nullcontext(sys.stdin.buffer) if path == "-" else storage.open_read(path) as file:
+        while line := file.readline(most):
+            number += 1
+            yield number, line
+            while len(line) == most and not line.endswith(b"\n"):  # the rest of it
+                line = file.readline(most)
 
 
 # ---- what a benchmark matches, what a query finds

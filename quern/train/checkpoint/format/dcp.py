@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from quern.errors import QuernError
 from quern.train.checkpoint.format.files import StoredTensor, TensorFile, write_files
 from quern.train.checkpoint.format.folder import write_file
-from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord, sha256_of
-from quern.train.checkpoint.format.slices import boxes, cut, fill, load_record, locate
+from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord
+from quern.train.checkpoint.format.slices import boxes, cut, fill, load_record, locate, overlap
 from quern.train.checkpoint.format.unpadded import UnpaddedLoadPlanner
 from quern.train.processes.agree import Agreement, describe
 
@@ -74,9 +74,8 @@ def save_pieces(
     indices = (MetadataIndex(name, box.offsets) for name, box in pieces)
     places = {index: _StorageInfo(*spot) for index, spot in zip(indices, spots, strict=True)}
     metadata = pickle.dumps(Metadata(dict(whole), storage_data=places))
-    write_file(os.path.join(folder, METADATA_FILE), metadata)
     records = {name: file.record for name, file in written.items()}
-    return {**records, METADATA_FILE: FileRecord(sha256_of(metadata), len(metadata))}
+    return {**records, METADATA_FILE: write_file(os.path.join(folder, METADATA_FILE), metadata)}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -178,11 +177,9 @@ class _Reader:
         around, around_sizes = _with_gaps(whole, offsets, sizes, dtype.itemsize)
         for box in boxes(around_sizes, BUFFER_BYTES // dtype.itemsize):
             start = [before + offset for before, offset in zip(around, box.offsets, strict=True)]
-            lower = list(map(max, start, offsets))
-            upper = [min(a + n, b + m) for a, n, b, m in zip(start, box.sizes, offsets, sizes, strict=True)]
-            if all(low < high for low, high in zip(lower, upper, strict=True)):
+            if (shared := overlap(start, box.sizes, offsets, sizes)) is not None:
                 held = self._read(stream, first, _runs(whole, start, box.sizes), dtype).view(box.sizes)
-                target[cut(lower, upper, offsets)].copy_(held[cut(lower, upper, start)])
+                target[cut(*shared, offsets)].copy_(held[cut(*shared, start)])
 
     def _read(self, stream: RawIOBase, first: int, runs: Iterable[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
         """The elements of ``runs`` in turn, of a piece that begins at byte ``first``; valid until the next call."""

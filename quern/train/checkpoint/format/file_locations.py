@@ -56,11 +56,7 @@ def read_places(checkpoint: str) -> tuple[Place, ...] | None:
     file = os.path.join(checkpoint, PLACES_FILE)
     if not os.path.lexists(file):
         return None
-    try:
-        data = storage.read_json(file)
-    except RecursionError:
-        raise InputError(f"{file}: not valid JSON (nested too deeply)") from None
-    places = _places(file, data)
+    places = _places(file, storage.read_json(file))
     seen: set[tuple[str, str]] = set()
     for number, place in enumerate(places):
         if (place.host, place.folder) in seen:

@@ -6,19 +6,20 @@ it shares with the trainer. Files are bounded: a transfer that broke off is take
 
 from __future__ import annotations
 
-import hashlib
-import io
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, TypeVar, cast
 
 import torch
 
+from quern.train.checkpoint.format.folder import HashedFile
 from quern.train.checkpoint.format.manifest import FileRecord
 
-__all__ = ["FILE_BYTES", "HashedFile", "StoredTensor", "TensorFile", "Written", "deal_files", "write_files"]
+__all__ = ["FILE_BYTES", "StoredTensor", "TensorFile", "Written", "deal_files", "filled", "write_files"]
+
+T = TypeVar("T")
 
 FILE_BYTES = 1 << 30
 """A file is closed before the tensor that would make it longer; a longer tensor has a file of its own."""
@@ -74,17 +75,25 @@ class Written:
 def deal_files(rank: int, tensors: Iterable[tuple[str, Sequence[int]]], limit: int = FILE_BYTES) -> list[TensorFile]:
     """The files of a rank for tensors of the given (type, sizes), in turn, none beyond ``limit`` bytes of values but
     for a single longer tensor."""
-    files: list[list[StoredTensor]] = []
-    filled, end = 0, 0
+    placed, end = [], 0
     for dtype, sizes in tensors:
-        tensor = StoredTensor(dtype, tuple(sizes), end)
-        if not files or filled + tensor.num_bytes > limit:
-            files.append([])
-            filled = 0
-        files[-1].append(tensor)
-        filled += tensor.num_bytes
-        end = tensor.end
+        placed.append(StoredTensor(dtype, tuple(sizes), end))
+        end = placed[-1].end
+    files = filled(placed, limit, lambda tensor: tensor.num_bytes)
     return [TensorFile(f"__{rank}_{number}.distcp", tuple(held)) for number, held in enumerate(files)]
+
+
+def filled(items: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
+    """The items of one file after the other, each as full as it gets within ``limit``; one that is larger is alone."""
+    files: list[list[T]] = []
+    held = 0
+    for item in items:
+        if not files or held + size(item) > limit:
+            files.append([])
+            held = 0
+        files[-1].append(item)
+        held += size(item)
+    return files
 
 
 def write_files(folder: str, files: Sequence[TensorFile], fetch: Callable[[int], torch.Tensor]) -> dict[str, Written]:
@@ -117,40 +126,3 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     return tensor.clone()
-
-
-class HashedFile(io.RawIOBase):
-    """A file being written, and its SHA-256. Whatever leaves the ``with`` before :meth:`finish` has no checksum."""
-
-    def __init__(self, path: str) -> None:
-        self._file: BinaryIO = open(path, "wb", buffering=1 << 20)  # noqa: SIM115  (closed by close)
-        self._hash = hashlib.sha256()
-
-    def writable(self) -> bool:
-        """Yes."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Write and hash."""
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        """Bytes so far."""
-        return self._file.tell()
-
-    def flush(self) -> None:
-        """Hand what is buffered to the system."""
-        if not self._file.closed:
-            self._file.flush()
-
-    def finish(self) -> FileRecord:
-        """Make the file durable."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileRecord(self._hash.hexdigest(), self._file.tell())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()

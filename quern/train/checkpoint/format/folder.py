@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import io
 import json
 import os
 import re
@@ -19,13 +21,15 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.manifest import FileRecord
 
 __all__ = [
-    "FolderLock", "check_free", "make_staging_folder", "new_folder", "publish_folder", "recover", "remove_folder",
-    "staging_path", "write_file",
+    "FolderLock", "HashedFile", "check_free", "make_staging_folder", "new_folder", "publish_folder", "recover",
+    "remove_folder", "staging_path", "write_file",
 ]  # fmt: skip
 
 _LEFTOVER = re.compile(r"\.(?P<name>step_\d{8,})\.[0-9a-f]{32}\.(?P<kind>tmp|replaced)")
@@ -43,12 +47,48 @@ def make_staging_folder(final: str) -> str:
     return token
 
 
-def write_file(path: str, data: bytes) -> None:
+class HashedFile(io.RawIOBase):
+    """A file being written, and its SHA-256. Whatever leaves the ``with`` before :meth:`finish` has no checksum."""
+
+    def __init__(self, path: str, buffer_bytes: int = 1 << 20) -> None:
+        self._file: BinaryIO = open(path, "wb", buffering=buffer_bytes)  # noqa: SIM115  (closed by close)
+        self._hash = hashlib.sha256()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write and hash."""
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        if not self._file.closed:
+            self._file.flush()
+
+    def finish(self) -> FileRecord:
+        """Make the file durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._hash.hexdigest(), self._file.tell())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def write_file(path: str, data: bytes) -> FileRecord:
     """Write and sync a file inside a folder that is not published yet."""
-    with open(path, "wb") as file:
+    with HashedFile(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        return file.finish()
 
 
 def check_free(path: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from quern import __version__, storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.folder import write_file
-from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, FileRecord, Manifest, sha256_of
+from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, Manifest, sha256_of
 
 __all__ = ["complete_folder", "read_ranks", "written_by"]
 
@@ -42,9 +42,7 @@ def complete_folder(
             ) from None
         if size != record.size:
             raise QuernError(f"{os.path.join(staged, name)}: expected {record.size} bytes, has {size}")
-    records = {name: FileRecord(sha256_of(data), len(data)) for name, data in documents.items()}
-    for name, data in documents.items():
-        write_file(os.path.join(staged, name), data)
+    records = {name: write_file(os.path.join(staged, name), data) for name, data in documents.items()}
     manifest = replace(manifest, files={**manifest.files, **records})
     Manifest.from_dict(manifest.to_dict(), name=os.path.join(staged, MANIFEST_FILE))  # what is published can be read
     write_file(os.path.join(staged, MANIFEST_FILE), manifest.to_bytes())

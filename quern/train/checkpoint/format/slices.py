@@ -25,7 +25,7 @@ from quern.errors import InputError, QuernError, one_line
 from quern.train.checkpoint.format.manifest import METADATA_FILE, check_files, read_manifest
 from quern.train.checkpoint.format.metadata import read_metadata
 
-__all__ = ["StoredTensors", "boxes", "cut", "fill", "load_record", "locate"]
+__all__ = ["StoredTensors", "boxes", "cut", "fill", "load_record", "locate", "overlap"]
 
 #: Bytes of a part of a tensor's record that describes it; real ones have hundreds.
 _MOST_DESCRIPTION = 1 << 20
@@ -82,18 +82,10 @@ class StoredTensors:
         stored = self.tensors[name]
         found, result, covered = 0, None, None
         for chunk in stored.chunks:
-            start = [max(ours, theirs) for ours, theirs in zip(box.offsets, chunk.offsets, strict=True)]
-            stop = [
-                min(our_start + ours, their_start + theirs)
-                for our_start, ours, their_start, theirs in zip(
-                    box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
-                )
-            ]
-            sizes = [after - before for before, after in zip(start, stop, strict=True)]
-            if any(length <= 0 for length in sizes):
+            shared = overlap(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
+            if shared is None:
                 continue
-            inside = [before - offset for before, offset in zip(start, chunk.offsets, strict=True)]
-            part = self._part(name, stored, chunk, inside, sizes)
+            part = self._part(name, stored, chunk, cut(*shared, chunk.offsets))
             found += part.numel()
             if part.shape == box.sizes:
                 result = part
@@ -101,7 +93,7 @@ class StoredTensors:
             if result is None or covered is None:
                 result = torch.empty(box.sizes, dtype=stored.properties.dtype)
                 covered = torch.zeros(box.sizes, dtype=torch.bool)
-            place = cut(start, stop, box.offsets)
+            place = cut(*shared, box.offsets)
             found -= int(covered[place].sum())  # what two chunks have counts once
             result[place], covered[place] = part, True
         if found != math.prod(box.sizes):
@@ -110,8 +102,9 @@ class StoredTensors:
         return torch.empty(box.sizes, dtype=stored.properties.dtype) if result is None else result
 
     def _part(
-        self, name: str, stored: TensorStorageMetadata, chunk: ChunkStorageMetadata, start: list[int], sizes: list[int]
+        self, name: str, stored: TensorStorageMetadata, chunk: ChunkStorageMetadata, part: tuple[slice, ...]
     ) -> torch.Tensor:
+        sizes = [own.stop - own.start for own in part]
         index = MetadataIndex(name, chunk.offsets)
         slot = self._slices[index]
         file = os.path.join(self.path, slot.relative_path)
@@ -125,9 +118,8 @@ class StoredTensors:
                     if self._held is None or self._held[0] != index:
                         self._held = None  # before the next is read
                         self._held = index, load_record(stream, slot, "cpu")
-                    part = tuple(slice(first, first + length) for first, length in zip(start, sizes, strict=True))
                     return self._held[1][part].contiguous()
-                first = sum(begin * math.prod(chunk.sizes[dim + 1 :]) for dim, begin in enumerate(start))
+                first = sum(own.start * math.prod(chunk.sizes[dim + 1 :]) for dim, own in enumerate(part))
                 buffer = bytearray(math.prod(sizes) * dtype.itemsize)
                 stream.seek(place + first * dtype.itemsize)
                 fill(stream, buffer)
@@ -213,6 +205,15 @@ def fill(stream: io.RawIOBase, buffer: bytearray | memoryview) -> None:
         if not count:
             raise OSError("the file ends early")
         view = view[count:]
+
+
+def overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """What two boxes of a tensor share: from which place to before which; None: nothing."""
+    lower = list(map(max, offsets, other_offsets))
+    upper = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)]
+    return (lower, upper) if all(low < high for low, high in zip(lower, upper, strict=True)) else None
 
 
 def cut(lower: Sequence[int], upper: Sequence[int], offsets: Sequence[int]) -> tuple[slice, ...]:

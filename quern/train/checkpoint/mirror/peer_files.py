@@ -110,18 +110,6 @@ class Root:
         finally:
             os.close(descriptor)
 
-    def folders(self) -> list[str]:
-        """Names of the folders, sorted."""
-        try:
-            with os.scandir(self.path) as entries:
-                return sorted(
-                    entry.name
-                    for entry in entries
-                    if FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-                )
-        except OSError as error:
-            raise RefusedError(500, f"cannot be listed ({error.strerror or error})") from error
-
     def files(self, folder: str) -> dict[str, int]:
         """Size in bytes by name of the files in a folder."""
         found = {}

@@ -7,7 +7,6 @@ network between the nodes is trusted not to listen. What the bytes are is never 
 compared with its SHA-256 before it gets its name, and the receiver of a file does the same.
 
 ============================================ =========================================================================
-``GET /``                                    JSON list of folders
 ``GET /step_00001000/``                      JSON object, size by file
 ``GET /step_00001000/NAME``                  the file; ``Range: bytes=a-b`` for a part
 ``HEAD /step_00001000/NAME``                 its size, and ``X-SHA256``, for which the file is read once
@@ -51,7 +50,7 @@ MOST_UNKNOWN = 256
 #: How long what a refused sender has under way is read and dropped, so that it sees why it was refused.
 LINGER_S = 2.0
 
-_TARGET = re.compile(r"/(?:(?P<folder>[^/?]+)/(?:(?P<name>[^/?]+)(?:\?partial=(?P<partial>[^/?]+))?)?)?")
+_TARGET = re.compile(r"/(?P<folder>[^/?]+)/(?:(?P<name>[^/?]+)(?:\?partial=(?P<partial>[^/?]+))?)?")
 _RANGE = re.compile(r"bytes=(?:(?P<start>[0-9]{1,18})-(?P<last>[0-9]{1,18})?|-(?P<suffix>[0-9]{1,18}))")
 _CONTENT_RANGE = re.compile(r"bytes (?P<start>[0-9]{1,18})-(?P<last>[0-9]{1,18})/(?P<size>[0-9]{1,18})")
 _LENGTH = re.compile(r"[0-9]{1,18}")
@@ -123,18 +122,16 @@ class _Handler(BaseHTTPRequestHandler):
         match = _TARGET.fullmatch(self.requestline.split()[1])
         folder, name, partial = match.group("folder", "name", "partial") if match else ("", None, None)
         if (
-            (folder is not None and not FOLDER.fullmatch(folder))
+            not FOLDER.fullmatch(folder)
             or (name is not None and not is_file_name(name))
             or (partial is not None and not SHA256.fullmatch(partial))
         ):
-            raise RefusedError(404, "expected /, /step_00001000/ or /step_00001000/file")
+            raise RefusedError(404, "expected /step_00001000/ or /step_00001000/file")
         root = self.server.files
         if self.command == "PUT":
-            if folder is None or name is None or partial is not None:
+            if name is None or partial is not None:
                 raise RefusedError(405, "expected a file's path", {"Allow": "GET, HEAD"})
             self._put(folder, name)
-        elif folder is None:
-            self._reply_json(root.folders())
         elif name is None:
             self._reply_json(root.files(folder))
         elif partial is not None:

@@ -74,17 +74,15 @@ class Peer:
     limit: RateLimit = field(default_factory=lambda: RateLimit(None))
     sleep: Callable[[float], object] = time.sleep
 
-    def folders(self) -> list[str]:
-        """Names of the checkpoint folders there, sorted."""
-        found = self._json("folders", "/")
-        if not isinstance(found, list) or not all(isinstance(name, str) and FOLDER.fullmatch(name) for name in found):
-            raise PeerError(f"{self}: folders: expected a list of checkpoint folders")
-        return sorted(found)
-
     def files(self, folder: str) -> dict[str, int]:
         """Size in bytes by name of the files in a folder there; empty when there is no such folder."""
+
+        def attempt() -> Any:
+            with self._request("GET", f"/{folder}/") as response:
+                return {} if response.status == 404 else self._read_json(response)
+
         _check(folder)
-        found = self._json(folder, f"/{folder}/", missing={})
+        found = self._retry(folder, attempt)
         if not isinstance(found, dict) or not all(
             is_file_name(name) and isinstance(size, int) and size >= 0 for name, size in found.items()
         ):
@@ -156,13 +154,6 @@ class Peer:
                 if not same:
                     raise InputError(f"{path}: expected SHA-256 {record.sha256}, has another")
             self._expect(response, 200, 201)
-
-    def _json(self, what: str, target: str, missing: Any = None) -> Any:
-        def attempt() -> Any:
-            with self._request("GET", target) as response:
-                return missing if response.status == 404 and missing is not None else self._read_json(response)
-
-        return self._retry(what, attempt)
 
     def _read_json(self, response: http.client.HTTPResponse) -> Any:
         self._expect(response, 200)

@@ -266,17 +266,10 @@ class SaveInterval:
         self._figures: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in ("cost", "delay", "step")}
         self._steps: int | None = None
 
-    def observe_step(self, seconds: float) -> None:
-        """Record the duration of a step without its saves."""
-        self._figures["step"].append(_check("step_s", seconds, above=True))
-
-    def observe_save(self, stall_s: float) -> None:
-        """Record how long a save made training wait, or lose."""
-        self._figures["cost"].append(_check("cost_s", stall_s))
-
-    def observe_publish(self, delay_s: float) -> None:
-        """Record the time from the start of a save to its publication."""
-        self._figures["delay"].append(_check("delay_s", delay_s))
+    def observe(self, figure: Literal["step", "cost", "delay"], seconds: float) -> None:
+        """Record the duration of a ``step`` without its saves; the ``cost`` of a save, for which training waited or
+        which it lost; its ``delay``, from its start to its publication."""
+        self._figures[figure].append(_check(f"{figure}_s", seconds, above=figure == "step"))
 
     def next_interval(self) -> Decision:
         """The interval from now on; it is remembered as the last answer."""

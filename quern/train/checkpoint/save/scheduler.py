@@ -152,7 +152,7 @@ class CheckpointScheduler:
         self.health.observe(step, healthy)
         self._note_good()
         if self._interval is not None and seconds > 0:
-            self._interval.observe_step(seconds)
+            self._interval.observe("step", seconds)
 
     def save(
         self,
@@ -218,8 +218,8 @@ class CheckpointScheduler:
         step, error = outcome.checkpoint.step, outcome.error
         self._failures = 0 if error is None else self._failures + 1
         if error is None and self._interval is not None:
-            self._interval.observe_save(self._stall_s)
-            self._interval.observe_publish(time.perf_counter() - self._began)
+            self._interval.observe("cost", self._stall_s)
+            self._interval.observe("delay", time.perf_counter() - self._began)
         if self.ledger is not None and error is None:
             log.info("checkpoint after step %d saved", step)
             self.health.published(step, outcome.checkpoint.name)

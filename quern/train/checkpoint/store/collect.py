@@ -8,7 +8,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.file_locations import Place, in_order, read_places
-from quern.train.checkpoint.format.folder import check_free, new_folder, write_file
+from quern.train.checkpoint.format.folder import HashedFile, check_free, new_folder, write_file
 from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     FileRecord,
@@ -94,10 +93,7 @@ def collect(source: str, out: str, *, step: int | None = None) -> Collected:
         NotWholeError: a file is nowhere whole.
         QuernError: ``out`` cannot be written.
     """
-    if not storage.is_local(out):
-        raise InputError(f"{out}: expected a folder on a file system")
-    out = os.path.abspath(out)
-    check_target(out)
+    out = check_target(out)
     found = find_source(source, step)
     passed: list[str] = []
     failure: NotWholeError | None = None
@@ -122,15 +118,19 @@ def collect(source: str, out: str, *, step: int | None = None) -> Collected:
     raise QuernError(f"{source}: no checkpoint can be taken; {'; '.join(passed) or 'there is none'}")
 
 
-def check_target(out: str, step: int | None = None, source: str | None = None) -> None:
-    """Refuse a new checkpoint's absolute path ``out`` that is taken, that bears the name of another step than ``step``,
-    or that lies in the checkpoint ``source``."""
+def check_target(out: str, step: int | None = None, source: str | None = None) -> str:
+    """The absolute path of the new checkpoint ``out``. Refuses one that is not on a file system, that is taken, that
+    bears the name of another step than ``step``, or that lies in the checkpoint ``source``."""
+    if not storage.is_local(out):
+        raise InputError(f"{out}: expected a folder on a file system")
+    out = os.path.abspath(out)
     check_free(out)
     if source is not None and os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):
         raise InputError(f"{out}: lies in the checkpoint that is read; expected a path outside")
     name = os.path.basename(out)
     if step is not None and step_of(name) is not None and name != checkpoint_name(step):
         raise InputError(f"{out}: is the name of another step; expected {checkpoint_name(step)}, or another name")
+    return out
 
 
 class _UnusableError(Exception):
@@ -249,19 +249,15 @@ def _copy(source: str, target: str, record: FileRecord) -> None:
     Raises:
         _UnusableError: it cannot be read, or is not what ``record`` says; there is no ``target`` then.
     """
-    state, size = hashlib.sha256(), 0
     try:
-        with open(target, "xb") as file:
+        with HashedFile(target) as file:
             for chunk in _chunks(source):
-                size += len(chunk)
-                if size > record.size:
-                    break
-                state.update(chunk)
                 file.write(chunk)
-            if size != record.size or state.hexdigest() != record.sha256:
-                raise _UnusableError(f"{source}: expected SHA-256 {record.sha256}, has {state.hexdigest()}")
-            file.flush()
-            os.fsync(file.fileno())
+                if file.tell() > record.size:
+                    break
+            found = file.finish()
+        if found != record:
+            raise _UnusableError(f"{source}: expected SHA-256 {record.sha256}, has {found.sha256}")
     except BaseException:
         with suppress(OSError):
             os.unlink(target)

@@ -11,7 +11,6 @@ Every request has a time limit, and is tried again as :mod:`quern.remote.retry` 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from quern.remote.concurrency import PART_BYTES, in_order
 from quern.remote.connection import Connection
 from quern.remote.retry import Backoff, StoreError
 from quern.remote.upload import give_up_uploads, put_object, upload_parts
+from quern.train.checkpoint.format.folder import HashedFile
 from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest, checkpoint_name, step_of
 from quern.train.checkpoint.store.errors import IncompleteError
 from quern.train.checkpoint.store.pieces import FilePieces
@@ -204,16 +204,12 @@ class Store:
             end = min(start + PART_BYTES, size)
             return self.backoff.run(lambda: self._read(url, path, start, end), stopped)
 
-        state = hashlib.sha256()
-        with open(to, "xb") as file:
+        with HashedFile(to, buffer_bytes=1 << 13) as file:
             for data in in_order(read, range(0, size, PART_BYTES), self.width):
                 if rate is not None:
                     rate.take(len(data))
-                state.update(data)
                 file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return state.hexdigest()
+            return file.finish().sha256
 
     def _read(self, url: str, path: str, start: int, end: int) -> bytes:
         try:

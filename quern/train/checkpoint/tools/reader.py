@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -17,7 +16,7 @@ from quern.model.config import ModelShape
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.dcp import load_tensors, save_pieces
 from quern.train.checkpoint.format.file_locations import Place, check_together, elsewhere, in_order, read_places
-from quern.train.checkpoint.format.files import deal_files
+from quern.train.checkpoint.format.files import FILE_BYTES, filled
 from quern.train.checkpoint.format.folder import check_free, new_folder
 from quern.train.checkpoint.format.manifest import (
     ENCODING_FILE,
@@ -98,14 +97,14 @@ def write_weights(
     if encoding is not None and ranks_path is not None:
         documents[ENCODING_FILE] = read_ranks(ranks_path, encoding)
     with new_folder(path) as staged:
-        pieces = iter([(f"model.{name}", next(boxes(size, math.prod(size)))) for name, size in sizes.items()])
-        dealt = deal_files(0, ((precision, size) for size in sizes.values()))
+        pieces = [(f"model.{name}", next(boxes(size, math.prod(size)))) for name, size in sizes.items()]
+        dealt = filled(pieces, FILE_BYTES, lambda piece: math.prod(piece[1].sizes) * dtype.itemsize)
         tensors = {
             f"model.{name}": TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), [])
             for name, size in sizes.items()
         }
         try:
-            files = save_pieces(staged, [[*islice(pieces, len(file.tensors))] for file in dealt], tensors, fetch)
+            files = save_pieces(staged, dealt, tensors, fetch)
         except (OSError, RuntimeError) as error:
             raise QuernError(f"{staged}: not saved: {describe(error)}") from error
         manifest = Manifest(
@@ -198,7 +197,8 @@ def inspect_stored(store: Store, step: int) -> Verified:
             except StoreError as error:
                 if error.transient:
                     raise
-                problems.append(_told_by_store(error, store.address(step, name)))
+                address = store.address(step, name)
+                problems.append(Problem(address, str(error).removeprefix(f"{address}: ")))
                 continue
             if name != METADATA_FILE:
                 os.unlink(path)
@@ -208,10 +208,6 @@ def inspect_stored(store: Store, step: int) -> Verified:
                 for problem in _check_metadata(folder, manifest)
             ]
     return Verified(tuple(problems))
-
-
-def _told_by_store(error: StoreError, address: str) -> Problem:
-    return Problem(address, str(error).removeprefix(f"{address}: "))
 
 
 def verify(path: str) -> list[Problem]:

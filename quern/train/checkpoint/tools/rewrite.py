@@ -20,6 +20,7 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.dcp import Read, save_pieces
 from quern.train.checkpoint.format.file_locations import check_together
+from quern.train.checkpoint.format.files import filled
 from quern.train.checkpoint.format.folder import new_folder
 from quern.train.checkpoint.format.manifest import METADATA_FILE, Manifest, is_tensor_file
 from quern.train.checkpoint.format.metadata import read_metadata
@@ -84,12 +85,9 @@ def open_source(source: str, out: str) -> tuple[StoredTensors, str]:
     Raises:
         InputError: as :func:`reshard`.
     """
-    if not storage.is_local(out):
-        raise InputError(f"{out}: expected a folder on a file system")
     check_together(source)
-    stored, out = StoredTensors(source), os.path.abspath(out)
-    check_target(out, stored.manifest.step, source)
-    return stored, out
+    stored = StoredTensors(source)
+    return stored, check_target(out, stored.manifest.step, source)
 
 
 def write_anew(
@@ -143,7 +141,8 @@ def _plan(tensors: Mapping[str, TensorStorageMetadata], files: int | None, file_
             raise InputError("files and file size: expected one of them")
         if file_size < MIN_FILE_BYTES:
             raise InputError(f"file size: expected at least {MIN_FILE_BYTES} bytes, got {file_size}")
-        return _filled(_pieces(tensors, min(PIECE_BYTES, file_size // 4 - _RECORD_BYTES)), file_size)
+        pieces = _pieces(tensors, min(PIECE_BYTES, file_size // 4 - _RECORD_BYTES))
+        return filled(pieces, file_size, lambda piece: piece.size + _RECORD_BYTES) or [[]]
     count = 1 if files is None else files
     if count < 1:
         raise InputError(f"files: expected at least 1, got {count}")
@@ -161,20 +160,6 @@ def _pieces(tensors: Mapping[str, TensorStorageMetadata], limit: int) -> list[_P
         for box in boxes(tensor.size, max(1, limit // itemsize)):
             found.append(_Piece(name, box, math.prod(box.sizes) * itemsize))
     return found
-
-
-def _filled(pieces: list[_Piece], file_size: int) -> list[list[_Piece]]:
-    """One file after the other, each as full as it gets."""
-    plan: list[list[_Piece]] = [[]]
-    held = 0
-    for piece in pieces:
-        size = piece.size + _RECORD_BYTES
-        if held + size > file_size:
-            plan.append([])
-            held = 0
-        plan[-1].append(piece)
-        held += size
-    return plan
 
 
 def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
