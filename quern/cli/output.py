@@ -57,7 +57,7 @@ def columns(*names: str, unbroken: Collection[str] = (), title: str | None = Non
 
 def say(text: str, console: Console | None = None) -> None:
     """Print lines whose words may be a page's or another's file's, on stdout or what ``console`` is on."""
-    (console or out_console()).print(plain(text), markup=False, soft_wrap=True)
+    (console or out_console()).print(plain(text), markup=False, emoji=False, soft_wrap=True)
 
 
 def plain(text: str) -> str:

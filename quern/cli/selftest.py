@@ -75,7 +75,7 @@ def selftest(
         emit({"cases": [_entry(result) for result in results]})
         failed = [result for result in results if result.passed is False]
         if not json:
-            _summarise(console, kind, results, time.monotonic() - began)
+            _summarise(kind, results, time.monotonic() - began)
     if failed:
         first = failed[0]
         raise QuernError(
@@ -140,7 +140,7 @@ def _table(console: Console, cases: list[Case]) -> Iterator[_Rows]:
         yield _Rows(console, cases, status)
 
 
-def _summarise(console: Console, kind: str, results: list[Result], seconds: float) -> None:
+def _summarise(kind: str, results: list[Result], seconds: float) -> None:
     ran = [result for result in results if result.passed is not None]
     worst = max(ran, key=lambda result: result.comparison.ratio, default=None)
     text = f"{sum(bool(result.passed) for result in ran)} of {len(ran)} cases passed on {kind} in {seconds:.0f} s"

@@ -17,8 +17,8 @@ from quern.planner.time.estimate import StepTime, estimate
 from quern.words import size
 
 __all__ = [
-    "MOMENTS", "answer", "check_float8", "memory_of", "name_of", "planned", "reasons", "row", "time_of", "variants",
-    "ways_out",
+    "MOMENTS", "answer", "check_float8", "memory_of", "name_of", "planned", "reasons", "row", "run_of", "time_of",
+    "variants", "ways_out",
 ]  # fmt: skip
 
 MOMENTS = {
@@ -48,7 +48,7 @@ def answer(
         "same": variants(best, wish, state, hardware) if best is not None and fits else [],
         "try": [] if fits else list(ways_out(wish, state, hardware)),
         "layouts": [row(one) for one in listed],
-        "run": None if tokens is None or not fits else _run(best, wish, hardware, tokens),
+        "run": None if tokens is None or best is None or not fits else run_of(best, wish, hardware, tokens),
     }  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def largest(components: Mapping[str, int], most: int = 2) -> str:
     return " and ".join(f"{name} {size(number)}" for name, number in by_size[:most])
 
 
-def _run(best: Found | None, wish: Wish, hardware: Hardware, tokens: float) -> dict[str, Any]:
-    assert best is not None
+def run_of(best: Found, wish: Wish, hardware: Hardware, tokens: float) -> dict[str, Any]:
+    """Steps, days and cost of so many tokens in a layout that fits."""
     assert best.time is not None
     steps = -(-tokens // best.time.tokens)
     seconds = steps * best.time.seconds

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
 from quern.cli import main as main_module
-from quern.cli.output import ended_by_signals, reports_errors
+from quern.cli.output import columns, ended_by_signals, err_console, reports_errors, say
 from quern.errors import InputError, QuernError, ended_by
 from support.programs import python
 
@@ -103,7 +104,7 @@ def test_a_signal_that_is_ignored_stays_so(listeners: dict[int, Any]) -> None:
 def test_another_ctrl_c_ends_the_process_at_once(first: int) -> None:
     program = f"""
 import os, signal, threading
-from quern.cli.output import ended_by_signals, reports_errors
+from quern.cli.output import columns, ended_by_signals, err_console, reports_errors, say
 
 @ended_by_signals()
 @reports_errors
@@ -173,3 +174,23 @@ def test_output_that_nobody_can_take_is_one_line(tmp_path: Path) -> None:
     )
     os.close(writer)
     assert (gone.returncode, gone.stderr) == (1, "")
+
+
+def test_lines_are_printed_as_they_are_but_for_what_moves_a_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither markup nor names of emoji in a path or URL mean anything, and long lines stay one."""
+    text = f"/data/a:x:b/:smile: [bold]run[/] {TEXT} {'long ' * 200}end"
+    say(text)
+    say("to stderr", err_console())
+    told = capsys.readouterr()
+    assert told.out == text.replace(TEXT, SHOWN) + "\n"
+    assert told.err == "to stderr\n"
+
+
+def test_a_table_shows_foreign_names_and_every_digit(capsys: pytest.CaptureFixture[str]) -> None:
+    table = columns("[red]source", ">tokens", unbroken=[">tokens"])
+    table.add_row("a name that is too long for its column", "1,234,567,890")
+    Console(width=30).print(table)
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.split() == ["[red]source", "tokens"]
+    assert rows[0].endswith("1,234,567,890")
+    assert len(rows) > 1

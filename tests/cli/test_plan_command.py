@@ -103,6 +103,53 @@ def test_the_config_that_is_written_is_the_plan(tmp_path: Path, capfd: pytest.Ca
     assert same["time"] == told["best"]["time"]
 
 
+QWEN3_32B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 5120, "intermediate_size": 25_600, "num_attention_heads": 64, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "vocab_size": 151_936,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_of_transformers_is_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str], whole: bool) -> None:
+    """Of its file, and of the folder that has it. 32.8 B parameters by the model's card."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_32B))
+    path = tmp_path / "config.json" if whole else tmp_path
+    out = tmp_path / "plan.yaml"
+    fixed = ("--gpus", 64, "--fix", "pp=1", "--fix", "cp=1", "--fix", "tp=2", "--fix", "dp_shard=32")
+    told = json.loads(said(capfd, "plan", "--model", path, *fixed, "--emit", out, "--json"))
+    assert told["model"]["parameters"] == pytest.approx(32.8e9, rel=2e-3)
+    assert told["model"]["vocab_size"] == 151_936
+    config = load_config(str(out), TrainConfig, ["run_dir=x", "steps=9", "data=[{path: y}]"])
+    again = json.loads(said(capfd, "plan", "--model", out, *fixed, "--vocab-size", 151_936, "--json"))
+    assert again["model"] == told["model"]
+    assert again["best"] == told["best"]
+    assert config.model.shape(151_936).num_parameters == told["model"]["parameters"]
+    smaller = json.loads(said(capfd, "plan", "--model", path, *fixed, "--vocab-size", 1936, "--json"))
+    assert told["model"]["parameters"] - smaller["model"]["parameters"] == 2 * 150_000 * 5120
+
+
+def test_clusters_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each as it is planned alone; where nothing fits that is said of it, and of all it ends in 1."""
+    few, fixed = ("--model", "llama3-8b", "--tokens", "1T"), ("--fix", "pp=1", "--fix", "cp=1", "--fix", "tp=1")
+    several = ("--gpus", 1, "--gpus", 8, "--gpu", "h100", "--gpu", "b200")
+    found = json.loads(said(capfd, "plan", *few, *fixed, *several, "--json"))["clusters"]
+    assert [(one["gpus"], one["gpu"], one["fits"]) for one in found] == [
+        (1, "h100", False), (8, "h100", True), (1, "b200", True), (8, "b200", True),
+    ]  # fmt: skip
+    shown = planned(*few, *fixed, *map(str, several)).output
+    assert "short by" in shown
+    for one in found[1:]:
+        alone = json.loads(said(capfd, "plan", *few, *fixed, "--gpus", one["gpus"], "--gpu", one["gpu"], "--json"))
+        assert one["run"] == alone["run"]
+        assert one["best"] == {name: alone["best"][name] for name in one["best"]}
+        assert f"{one['run']['dollars']:,.0f}" in shown
+    short = planned(*few, *fixed, "--gpus", "1", "--gpu", "h100", "--gpu", "a100")
+    assert short.exit_code == 1
+    assert short.output.count("short by") == 2
+
+
 def test_a_check_of_what_does_not_fit_ends_in_1(tmp_path: Path) -> None:
     profile = tmp_path / "small.yaml"
     profile.write_text(yaml.safe_dump(load_hardware("h100").model_dump(mode="json") | {"memory_gib": 20}))
@@ -116,6 +163,10 @@ def test_a_check_of_what_does_not_fit_ends_in_1(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (("--model", "gpt5"), "--model: preset: expected one of 'debug'"),
+        (("--model", "pyproject.yaml"), "pyproject.yaml: no such config file"),
+        (("--model", "configs/none.json"), "configs/none.json: no such file"),
+        (("--model", "configs/books.yaml"), "configs/books.yaml: model: (top level): expected a mapping"),
+        (("--model", "debug", "--gpus", "1", "--gpus", "2", "--pareto"), "--emit: expected one cluster, got 2"),
         (("--model", "debug", "--gpu", "h101"), "--gpu: expected one of h100, "),
         (("--model", "debug", "--fix", "tp"), "--fix: expected key=value with one of checkpointing"),
         (("--model", "debug", "--fix", "tp=two"), "--fix: tp: expected a whole number above 0, got 'two'"),

@@ -100,20 +100,23 @@ def test_garbage_is_pythons_where_the_interval_is_0() -> None:
         ("0::/pod/job", {"sys/fs/cgroup/pod/job": ("max", "40"), "sys/fs/cgroup/pod": ("400", "350")}, 80),
         ("0::/pod/job", {"sys/fs/cgroup": ("100", "250")}, 0),  # a container sees its own group as the root
         ("4:cpu,memory:/docker/1\n1:name=systemd:/", {"sys/fs/cgroup/memory": ("300", "200")}, 130),
+        ("0::/système/job", {"sys/fs/cgroup/système": ("400", "350")}, 80),
+        ("no groups", {"sys/fs/cgroup": ("900", "700")}, 1000),
         ("3:cpuset:/", {"sys/fs/cgroup/memory": ("300", "200")}, 1000),
     ],
 )  # fmt: skip
 def test_memory_is_what_machine_and_control_groups_leave(
     tmp_path: Path, group: str, files: dict[str, tuple[str, str]], expected: int
 ) -> None:
-    """In KiB; 30 of what is used are files that can be dropped."""
+    """In KiB; 30 of what is used are files, which can be dropped."""
     written = {"proc/self/cgroup": group, "proc/meminfo": "MemTotal: 2000 kB\nMemAvailable:    1000 kB\n"}
     for folder, sizes in files.items():
         names = ("limit_in_bytes", "usage_in_bytes") if folder.endswith("memory") else ("max", "current")
         for name, size in zip(names, sizes, strict=True):
             written[f"{folder}/memory.{name}"] = size if size == "max" else str(int(size) * 1024)
         prefix = "total_" if folder.endswith("memory") else ""
-        written[f"{folder}/memory.stat"] = f"anon 1\n{prefix}inactive_file {30 * 1024}\n"
+        cache = f"{prefix}inactive_file {10 * 1024}\n{prefix}active_file {20 * 1024}\n"
+        written[f"{folder}/memory.stat"] = f"anon 1\n{cache}"
     for name, text in written.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -13,7 +13,8 @@ from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
 from quern.cli.default_command import with_default
 from quern.cli.output import JSON, columns, err_console, json_stdout, out_console, plain, reports_errors, say
-from quern.cli.plan import plan_config, print_planned
+from quern.cli.plan import plan_config
+from quern.cli.plan.shown import print_planned
 from quern.cli.train import debug, fork, report
 from quern.cli.train.ranks import supervise
 from quern.config import dump_yaml
@@ -216,7 +217,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Consol
     if layout["ranks"] > 1:
         _print_layout(summary, console)
     if "planned" in summary:
-        say(f"\nplanned on {summary['planned']['gpus']:,} × {plain(summary['planned']['hardware'])}", console)
+        say(f"\nplanned on {summary['planned']['gpus']:,} × {summary['planned']['hardware']}", console)
         print_planned(summary["planned"], config.parallel.pp, console)
 
 

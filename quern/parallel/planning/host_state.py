@@ -15,8 +15,8 @@ def host_state(step: Step, rank: int, moment: int) -> dict[str, int]:
 
     ``device``: weights and gradients, and of FP8 2 bytes for each weight that is kept quantised; ``host``: masters
     and moments; ``staging``: two buffers each for the largest unit's gradients and weights, each of a power of two
-    bytes as torch pins them (CachingHostAllocator.h), but for what rounds a weight's part to 64; a step moves
-    gradients ``down`` to the host and weights ``up``.
+    bytes as torch pins them for CUDA (CachingHostAllocator.h; unverified on GPU), but for what rounds a weight's
+    part to 64; a step moves gradients ``down`` to the host and weights ``up``.
     """
     layout, shape, tp = step.layout, step.shape, step.plan.tp
     places, stages = step.plan.coordinates(rank), layout.layers_of_stages(shape)

@@ -40,16 +40,16 @@ def available_memory(root: str = "/") -> int | None:
 
 
 def _left_in_groups(root: str) -> Iterator[int]:
-    """Of each group of this process that has a limit: what is not used, and files that no one has asked for lately."""
+    """Of each group of this process that has a limit: what is not used, and files in memory, which can be dropped."""
     names = {
-        "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+        "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     }
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in _read(root, "proc/self/cgroup").splitlines():
             _, kinds, path = line.split(":", 2)
             for kind in names.keys() & kinds.split(","):
-                base, most, used, files = names[kind]
+                base, most, used, prefix = names[kind]
                 for folder in (
                     path.strip("/"),
                     *map(str, PurePath(path.strip("/")).parents),
@@ -57,7 +57,8 @@ def _left_in_groups(root: str) -> Iterator[int]:
                     with suppress(OSError, ValueError):  # no such file; "max", which is no limit
                         group = root, base, folder
                         stat = dict(one.split() for one in _read(*group, "memory.stat").splitlines())
-                        yield int(_read(*group, most)) - int(_read(*group, used)) + int(stat.get(files, 0))
+                        cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+                        yield int(_read(*group, most)) - int(_read(*group, used)) + cache
 
 
 def pci_address(device: torch.device) -> str:
@@ -118,7 +119,7 @@ def collecting(interval: int) -> Iterator[Callable[[int], None]]:
 
 
 def _read(*parts: str) -> str:
-    with open(os.path.join(*parts), encoding="ascii") as file:
+    with open(os.path.join(*parts), encoding="utf-8", errors="surrogateescape") as file:
         return file.read().strip()
 
 
