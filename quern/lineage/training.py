@@ -34,7 +34,7 @@ from quern.train.checkpoint.format.manifest import (
 )
 from quern.train.history.branch import LEDGER_FILE, left_behind
 from quern.train.history.ledger import MOVES, latest_order, reached, read_ledger
-from quern.train.history.progress import steps_of_metrics
+from quern.train.history.metrics_file import steps_of_metrics
 
 if TYPE_CHECKING:
     from quern.lineage.store import IndexedRun, Stream

@@ -1,8 +1,7 @@
 """``torchrun … -m quern.train CONFIG [key=value …]``, and ``python -m quern.train`` for one process.
 
-Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved, 4 the
-same command goes back to an earlier checkpoint (one process does so at once), 5 a rank hung, 6 a GPU is failing. A rank
-ends when its launcher, torchrun or quern train, has ended.
+Exit codes are those of :data:`USAGE`; one process goes back at once. A rank ends when its launcher, torchrun or quern
+train, has ended.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from quern.train.history.back import asked_back, backs, left_out, spikes
 from quern.train.history.branch import LEDGER_FILE, abandoned
 from quern.train.history.consumers import announce
 from quern.train.history.health import last_good, why_none
-from quern.train.history.ledger import MOVES, Ledger, check_append, latest_order, read_ledger, skips_before, surviving
+from quern.train.history.ledger import Ledger, check_append, latest_order, opening, read_ledger, skips_before, surviving
 from quern.train.history.ledger import data_step as data_step_of
 from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks
@@ -81,7 +81,7 @@ def begin(
     together = Agreement(ranks.rank, ranks.world)
     # a copy, since rank 0's own gets this start's line below
     entries: list[dict[str, Any]] = together.broadcast_from_rank0(lambda: [*_ledger(ledger).entries])
-    moves = _moves(entries)  # before this one's, which is appended to the same list
+    moves = opening(entries)  # before this one's, which is appended to the same list
     kind, checkpoint, asked = _choose(config, manager, entries, together)
     dp = plan_mesh(config.parallel, ranks.world).dp_size
     spec, source_map, step, data_step, tokens = together.broadcast_from_rank0(
@@ -156,7 +156,7 @@ def _choose(
     def refuse(manifest: Manifest) -> str | None:
         return abandoned(manifest, os.path.join(config.run_dir, LEDGER_FILE), entries)
 
-    moves, wanted, asked = _moves(entries), config.resume.step, None
+    moves, wanted, asked = opening(entries), config.resume.step, None
     if wanted is not None:
         asked = {"step": wanted, "data_skip": config.data_skip}
         if config.resume.again is not None:
@@ -169,10 +169,6 @@ def _choose(
     if wanted == "good":
         return "rollback", _last_good(config, manager, entries, refuse, together), asked
     return "rollback", manager.at(wanted, refuse), asked
-
-
-def _moves(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [entry for entry in entries if entry["kind"] in MOVES]
 
 
 def _say_versions(config: TrainConfig, corpus: Corpus, moves: Sequence[Mapping[str, Any]]) -> None:
@@ -282,7 +278,7 @@ def _position(
     config: TrainConfig, corpus: Corpus, entries: Sequence[Mapping[str, Any]], kind: str, checkpoint: Checkpoint | None
 ) -> tuple[int, int, int]:
     """Step, data step and tokens at which the run goes on. What can be refused is, before the ledger changes."""
-    moves = _moves(entries)
+    moves = opening(entries)
     if checkpoint is None:
         if moves and moves[-1]["step"]:
             raise QuernError(

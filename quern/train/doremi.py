@@ -56,7 +56,7 @@ class DoReMi:
         """The batch with a weight for each sequence, so that its objective is the mean over each source's targets,
         weighed by source; sources without a target are left out of it. ``learn``: update the weights first.
         Collective."""
-        both = [self._by_source.buffers(model.run.counts) for model in self._models]
+        both: list[dict[int, Tensor] | None] = [{} if model.run.counts else None for model in self._models]
         for model, losses in zip(self._models, both, strict=True):
             with model.evaluating():
                 model.run.forward(batch.micro_batches, losses)

@@ -6,10 +6,9 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from quern import storage
 from quern.config import dump_yaml, load_config
@@ -35,7 +34,7 @@ from quern.train.checkpoint.store.stored import configured_store
 from quern.train.config import TrainConfig
 from quern.train.history.branch import LEDGER_FILE
 from quern.train.history.consumers import announce
-from quern.train.history.ledger import MOVES, latest_order, read_ledger
+from quern.train.history.ledger import latest_order, opening, read_ledger
 from quern.train.step.schedule import check_schedule
 
 __all__ = ["Forked", "fork"]
@@ -196,8 +195,6 @@ def _history(run_dir: str, manifest: Manifest) -> bytes:
 
 def _announce(to: str) -> None:
     """Tell the data runs whose tokens are in the weights: a purge finds the fork before its first step too."""
-    moves: list[Mapping[str, Any]] = [
-        entry for entry in read_ledger(os.path.join(to, LEDGER_FILE)) if entry["kind"] in MOVES
-    ]
+    moves = opening(read_ledger(os.path.join(to, LEDGER_FILE)))
     if moves and isinstance(moves[-1].get("paths"), dict):
         announce(to, moves[-1]["order"], moves[-1]["paths"])

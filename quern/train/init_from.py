@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from quern.config import load_config
+from quern.config import load_config, parse_overrides
 from quern.errors import InputError
 from quern.model.config import PRESETS, ModelConfig, ModelShape
 from quern.train.checkpoint.format.manifest import (
@@ -57,17 +57,13 @@ def load_run_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
     config = load_train_config(path, overrides)
     folder, name = os.path.split(os.path.abspath(path))
     of_run = name == CONFIG_FILE and os.path.isfile(os.path.join(folder, LEDGER_FILE))
-    given = os.path.lexists(os.path.join(folder, MANIFEST_FILE)) or any(map(_names_run_dir, overrides))
+    given = os.path.lexists(os.path.join(folder, MANIFEST_FILE)) or "run_dir" in dict(parse_overrides(overrides))
     if of_run and not given and os.path.realpath(config.run_dir) != os.path.realpath(folder):
         raise InputError(
             f"{path}: lies in the training run {folder}, and its run_dir, {config.run_dir}, is another folder; give "
             f"run_dir={folder} to go on with that run, or run_dir=PATH for another one"
         )
     return config
-
-
-def _names_run_dir(override: str) -> bool:
-    return override.partition("=")[0].strip() == "run_dir"
 
 
 def model_section(shape: ModelShape) -> dict[str, Any]:

@@ -29,11 +29,10 @@ from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
 from quern.train import run_record
 from quern.train.batches.assignment import check_divides
-from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import Feed
-from quern.train.batches.held_out import open_held_out
-from quern.train.batches.loader import Loader
+from quern.train.batches.held_out import HeldOut, open_held_out
+from quern.train.batches.loader import open_loader
 from quern.train.batches.mixture import open_corpus, order_names, plan_mixture
 from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, RunFacts
@@ -80,7 +79,7 @@ class Checked:
 
     corpus: Corpus
     layout: Layout
-    held_out: tuple[Corpus, ...]
+    held_out: tuple[HeldOut, ...]
 
 
 def check_settings(config: TrainConfig, world: int, vocab_size: int) -> Layout:
@@ -192,7 +191,7 @@ def open_trainer(
         cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:
             verified = os.path.join(cache, f"verified.{ranks.rank}.json")
-            for part in (corpus, *held_out):
+            for part in (corpus, *(own.corpus for own in held_out)):
                 together.all_or_raise(partial(part.verify, ranks.rank, ranks.world, verified))
         ledger = together.all_or_raise(
             lambda: Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None
@@ -212,8 +211,8 @@ def open_trainer(
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(parallel.weights, optimizer, _facts(config, corpus, shape, layout.plan))
-        names = order_names(config, start.mixture)
-        by_source, doremi = SourceLosses(names, start.mixture.order), None
+        names, order = order_names(config, start.mixture), start.mixture.order
+        by_source, doremi = SourceLosses(names, order), None
         if reference is not None:
             again = _model(config, shape, precision, ranks)
             other = load_reference(reference, again, mesh, layout, checkpoints, state.facts, ranks.device)
@@ -221,12 +220,8 @@ def open_trainer(
         scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel, doremi)
         follow_updates(parallel, optimizer)
         loader = together.all_or_raise(
-            lambda: Loader(
-                corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
-                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
-                source_map=start.mixture.source_map,
-            )
-        )  # fmt: skip
+            lambda: open_loader(config, corpus, order, cache, mesh.dp_rank, mesh.dp_size, start.mixture.source_map)
+        )
         validator = together.all_or_raise(
             lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache, sharing) if held_out else None
         )

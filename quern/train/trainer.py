@@ -187,7 +187,7 @@ class Trainer(Closes):
             self.watchdog.enter("backward")
             return self.loss_scale.scaled(loss_sum / batch.valid_tokens)
 
-        losses = self.by_source.buffers(self.parallel.run.counts)
+        losses: dict[int, torch.Tensor] | None = {} if self.parallel.run.counts else None
         self.by_rank.begin()
         watched = self.recomputation.watched(self.done + 1, self.saves.due(self.done + 1), batch, weigh)
         sums = self.parallel.run.forward_backward(batch.micro_batches, watched, losses)

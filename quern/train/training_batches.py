@@ -21,9 +21,8 @@ from quern import __version__, storage
 from quern.closes import Closes
 from quern.config import digest, dump_yaml, given_config
 from quern.errors import InputError, QuernError
-from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
-from quern.train.batches.loader import Loader
+from quern.train.batches.loader import open_loader
 from quern.train.batches.mixture import Mixture, carry_on, open_corpus
 from quern.train.batches.tensors import StepTensors, tensors_of
 from quern.train.checkpoint.format.folder import FolderLock
@@ -32,7 +31,7 @@ from quern.train.config import MetricsConfig, TrainConfig
 from quern.train.history.branch import LEDGER_FILE
 from quern.train.history.consumers import announce
 from quern.train.history.ledger import MOVES, Ledger, data_step, latest_order, reached, read_ledger
-from quern.train.history.progress import steps_of_metrics
+from quern.train.history.metrics_file import steps_of_metrics
 from quern.train.init_from import load_run_config
 from quern.train.run_record import RUN_FILE, check_run_dir
 from quern.train.step.metrics import Metrics
@@ -118,11 +117,7 @@ class TrainingBatches(Closes):
             entries = self._entries()
             self._check_start(entries, given)
             self._data_step, mixture = _place(config, corpus, entries, start)
-            self._loader = Loader(
-                corpus, mixture.order, rank=rank, world=world, micro_batch=config.micro_batch,
-                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
-                source_map=mixture.source_map,
-            )  # fmt: skip
+            self._loader = open_loader(config, corpus, mixture.order, cache, rank, world, mixture.source_map)
             self._parts.callback(self._loader.close)
             self.order, self.fingerprint = mixture.order.hash, corpus.fingerprint
             stop = self._data_step + config.steps - start

@@ -321,7 +321,7 @@ def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
 def test_what_fails_on_one_rank_ends_all(kept_ranks, tmp_path):
     """And none waits in the next collective for one that has gone."""
     paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]
-    for rank, name in [(1, "open_corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]:
+    for rank, name in [(1, "open_corpus"), (1, "open_held_out"), (1, "open_loader"), (1, "Validator"), (0, "Metrics")]:
         found = kept_ranks(fails_on_one, 2, str(tmp_path / name), paths, rank, name)
         assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2, name
 

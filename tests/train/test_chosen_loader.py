@@ -78,7 +78,7 @@ def test_held_out_documents_are_those_of_each_condition(tmp_path: Path) -> None:
         config = TrainConfig.model_validate({
             "run_dir": str(tmp_path / "train"), "data": data, "model": {"preset": "debug"}, "seq_len": 8, "steps": 3,
         })  # fmt: skip
-        return [corpus.tokens[0] for corpus in open_held_out(config)]
+        return [own.corpus.tokens[0] for own in open_held_out(config)]
 
     assert held_out("tokens <= 4", "tokens > 4") == [11, 60]
     assert held_out("tokens <= 3", "tokens > 4") == [60]  # 3 tokens are no window

@@ -36,7 +36,7 @@ def test_micro_batches_are_forwarded_together(tmp_path: Path, counts: bool) -> N
     paths = case.write_corpus(tmp_path / "data", {"web": 20, "web.val": 20})
     config = case.settings(tmp_path / "run", paths[:1], validation={"windows": 17}, micro_batch=1)
     (held_out,) = open_held_out(config)
-    assert held_out.windows[0] >= 17
+    assert held_out.corpus.windows[0] >= 17
     ranks = Ranks(0, 1, torch.device("cpu"))
     found, runner = Validator(config, [held_out], ranks, 0, 1, str(tmp_path)), Counting(counts)
     losses = found.run(runner)

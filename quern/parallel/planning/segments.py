@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from quern.parallel.planning.context import Context
 
 __all__ = [
-    "Segments", "deal", "document_starts", "gathered_segments", "pairs_of_shards", "ring_segments", "tokens_of",
+    "Segments", "deal", "document_starts", "gathered_segments", "pairs_of_shards", "ranges", "ring_segments",
+    "tokens_of",
 ]  # fmt: skip
 
 I32 = NDArray[np.int32]
@@ -114,7 +115,7 @@ def gathered_segments(places_ABa: I64, starts: I64, shard: int) -> Segments:
     first_S, begins_S, ends_S = _stretches(places_ABa[shard].reshape(-1), starts)
     lengths_S = ends_S - begins_S
     return Segments(
-        None, _offsets(np.diff(first_S)), slots[_ranges(begins_S, lengths_S)], _offsets(lengths_S), causal=True
+        None, _offsets(np.diff(first_S)), slots[ranges(begins_S, lengths_S)], _offsets(lengths_S), causal=True
     )
 
 
@@ -126,10 +127,10 @@ def ring_segments(places_ABa: I64, starts: I64, shard: int, source: int) -> Segm
     low_S = np.searchsorted(there, begins_S)
     high_S = np.searchsorted(there, ends_S if source == shard else ends_S - counts_S)
     known = high_S > low_S
-    queries_T = None if known.all() else _ranges(first_S[:-1][known], counts_S[known])
+    queries_T = None if known.all() else ranges(first_S[:-1][known], counts_S[known])
     lengths_S = (high_S - low_S)[known]
     return Segments(
-        queries_T, _offsets(counts_S[known]), _ranges(low_S[known], lengths_S), _offsets(lengths_S),
+        queries_T, _offsets(counts_S[known]), ranges(low_S[known], lengths_S), _offsets(lengths_S),
         causal=source == shard,
     )  # fmt: skip
 
@@ -147,7 +148,7 @@ def _offsets(lengths_S: I64) -> I32:
     return np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)
 
 
-def _ranges(starts: I64, lengths: I64) -> I64:
+def ranges(starts: I64, lengths: I64) -> I64:
     """The numbers ``start … start + length - 1`` of every pair, one after the other."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

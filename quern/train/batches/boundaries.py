@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from quern import storage
 from quern.config import digest
+from quern.parallel.planning.segments import ranges
 from quern.tokenize.selection.chosen import Chosen
 from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import exclusive
@@ -102,9 +103,7 @@ class Boundaries:
         ends = np.searchsorted(self._marks, queries << 1 | 1, "right")
         first_N = ends[: len(starts_N)] - 1
         counts_N = ends[len(starts_N) :] - first_N
-        before_N = np.cumsum(counts_N) - counts_N
-        index_M = np.arange(counts_N.sum()) + np.repeat(first_N - before_N, counts_N)
-        marks_M = self._marks[index_M]
+        marks_M = self._marks[ranges(first_N, counts_N)]
         return Documents(counts_N, (marks_M >> 1) - np.repeat(starts_N, counts_N), (marks_M & 1).astype(bool))
 
 

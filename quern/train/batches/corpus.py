@@ -6,7 +6,6 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from quern.tokenize.selection.where import choose
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["AssumedCorpus", "Corpus", "NoWindowError", "Verified", "check_apart", "exclusive", "share_files"]
+__all__ = ["AssumedCorpus", "Corpus", "NoWindowError", "check_apart", "exclusive", "share_files"]
 
 #: What VERSION.json says of the encoding, and the same field of a source's manifest.
 _ENCODING_FIELDS = {
@@ -63,18 +62,6 @@ def share_files(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
 
 class NoWindowError(InputError):
     """A source has not as many tokens as a window."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Counts of :meth:`Corpus.verify` on this rank."""
-
-    files: int
-    """Of this rank's share."""
-    read: int
-    """Files whose bytes were read; the others were verified before and have not been touched since."""
-    size_bytes: int
-    """Bytes read."""
 
 
 class Corpus:
@@ -180,8 +167,9 @@ class Corpus:
                         f"{reader.source!r}, expected {first[field]!r} as in {_version_path(self.readers[0])}"
                     )
 
-    def verify(self, rank: int = 0, world: int = 1, cache_path: str | None = None) -> Verified:
+    def verify(self, rank: int = 0, world: int = 1, cache_path: str | None = None) -> list[str]:
         """Compare the SHA-256 of this rank's share of shards, spans and ranks files, and every source's manifest.
+        Returns the paths of those that were read.
 
         ``cache_path``: a JSON file of what was verified before, by path, size, times and inode; a file in it is not
         read again. All ranks may share it.
@@ -193,21 +181,18 @@ class Corpus:
             _check_unchanged(reader)
         expected = self._files()
         sizes = {path: size for path, (_, size) in expected.items()}
-        mine = share_files(sizes, rank, world)
-        known = _read_cache(cache_path)
-        verified, size_bytes, read = {}, 0, 0
-        for path in mine:
+        known, verified = _read_cache(cache_path), {}
+        for path in share_files(sizes, rank, world):
             sha256 = expected[path][0]
-            stamp = _stamp(path)
-            if known.get(path) != [*stamp, sha256]:
+            found = [*_stamp(path), sha256]
+            if known.get(path) != found:
                 if storage.sha256(path) != sha256:
                     raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {sha256}")
-                read, size_bytes = read + 1, size_bytes + stamp[0]
-                verified[path] = [*stamp, sha256]
+                verified[path] = found
         if cache_path is not None and verified:
             with exclusive(f"{cache_path}.lock"):
                 storage.write_json(cache_path, {**_read_cache(cache_path), **verified})
-        return Verified(len(mine), read, size_bytes)
+        return list(verified)
 
     def _files(self) -> dict[str, tuple[str, int]]:
         """Path → (SHA-256, bytes) of every file that holds data; a file that several sources share is in it once."""
@@ -222,35 +207,16 @@ class Corpus:
         return files
 
 
-@dataclass(frozen=True)
 class AssumedCorpus:
-    """What a plan asks of a :class:`Corpus` that is not there: ``tokens_each`` of each path, of ``vocab_size`` ids."""
+    """What a plan asks of a :class:`Corpus` that is not there, by the same attributes: ``tokens_each`` of each path, of
+    ``vocab_size`` ids. Identities are such that no data has; versions are 0, which is no corpus version."""
 
-    paths: tuple[str, ...]
-    seq_len: int
-    tokens_each: int
-    vocab_size: int
-    fingerprint: None = None
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """How many each has."""
-        return (self.tokens_each,) * len(self.paths)
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """How many each has."""
-        return (max(0, self.tokens_each - 1) // self.seq_len,) * len(self.paths)
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Identities that no data has."""
-        return tuple(f"assumed/{path}" for path in self.paths)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Of every path 0: no corpus version."""
-        return (0,) * len(self.paths)
+    def __init__(self, paths: Sequence[str], seq_len: int, tokens_each: int, vocab_size: int) -> None:
+        self.vocab_size, self.fingerprint = vocab_size, None
+        self.ids = tuple(f"assumed/{path}" for path in paths)
+        self.tokens = (tokens_each,) * len(paths)
+        self.windows = (max(0, tokens_each - 1) // seq_len,) * len(paths)
+        self.versions = (0,) * len(paths)
 
 
 def _open(path: str) -> ShardReader:

@@ -23,13 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern.errors import InputError
+from quern.parallel.planning.segments import ranges
 from quern.train.batches.assignment import check_divides
-from quern.train.batches.boundaries import Boundaries, Documents
+from quern.train.batches.boundaries import Boundaries, Documents, open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.prefetch import Prefetch
 from quern.train.batches.step_plan import StepPlan, assign, plan_step
+from quern.train.config import TrainConfig
 
-__all__ = ["IGNORE", "Loader", "MicroBatch", "Samples", "StepBatch"]
+__all__ = ["IGNORE", "Loader", "MicroBatch", "Samples", "StepBatch", "open_loader"]
 
 #: Stands where a position has no target.
 IGNORE = -100
@@ -209,8 +211,16 @@ class Loader:
     def plan(self, data_step: int) -> tuple[StepPlan, I64]:
         """The plan of a step, and the places in its global batch that each rank computes: int64 [world, micro-batches,
         micro_batch]."""
-        plan = self._plan(data_step)
-        return plan, self._assign(plan)
+
+        def documents_of(source: int, starts_N: I64) -> Documents:
+            own = self._source_map[source]
+            if own is None:
+                raise InputError(f"data step {data_step}: reads source {source} of the order, whose data is not given")
+            return self._boundaries[own].between(starts_N, self._seq_len)
+
+        samples, mask = self._samples(data_step), self._document_mask
+        plan = plan_step(samples, len(self._source_map), self._seq_len, mask, documents_of)
+        return plan, assign(plan, self._world, self._micro_batch, mask)
 
     def _samples(self, data_step: int) -> tuple[U64, U64, U64]:
         """(sources, epochs, windows) of a step, each uint64 [global batch]."""
@@ -230,20 +240,6 @@ class Loader:
             self.order_s += time.perf_counter() - began
         return sources[part], epochs[part], windows[part]
 
-    def _plan(self, data_step: int) -> StepPlan:
-        def documents_of(source: int, starts_N: I64) -> Documents:
-            own = self._source_map[source]
-            if own is None:
-                raise InputError(f"data step {data_step}: reads source {source} of the order, whose data is not given")
-            return self._boundaries[own].between(starts_N, self._seq_len)
-
-        samples = self._samples(data_step)
-        return plan_step(samples, len(self._source_map), self._seq_len, self._document_mask, documents_of)
-
-    def _assign(self, plan: StepPlan) -> I64:
-        """int64 [world, micro-batches, micro_batch]: places in the global batch."""
-        return assign(plan, self._world, self._micro_batch, self._document_mask)
-
     # ---- the arrays
 
     def _make(self, plan: StepPlan, places: I64) -> Iterator[MicroBatch]:
@@ -258,7 +254,7 @@ class Loader:
         self._read(sources_N, plan.starts_N[places_N], tokens_NL, targets_NL)
         rows_N = plan.rows_N[places_N]
         counts_N = plan.counts_R[rows_N]
-        index_M = _ranges(plan.before_R[rows_N], counts_N)
+        index_M = ranges(plan.before_R[rows_N], counts_N)
         starts_M, purged_M = plan.starts_M[index_M], plan.purged_M[index_M]
         flat_M = starts_M + np.repeat(np.arange(num) * length, counts_N)
         self._forget(targets_NL.reshape(-1), flat_M, starts_M, purged_M)
@@ -339,7 +335,18 @@ class Loader:
             row = flat_M[where] - starts_M[where]
             end = np.where(last, row + self._seq_len, np.append(flat_M[1:], 0)[where] - 1)
             first = row + np.maximum(starts_M[where], 1) - 1
-            targets[_ranges(first, end - first)] = IGNORE
+            targets[ranges(first, end - first)] = IGNORE
+
+
+def open_loader(
+    config: TrainConfig, corpus: Corpus, order: Samples, cache: str, rank: int, world: int,
+    source_map: Sequence[int | None] | None = None,
+) -> Loader:  # fmt: skip
+    """The loader of a config's run, by the boundaries that the folder ``cache`` holds, or gets."""
+    return Loader(
+        corpus, order, rank=rank, world=world, micro_batch=config.micro_batch, document_mask=config.document_mask,
+        boundaries=open_boundaries(corpus.readers, cache, corpus.chosen), source_map=source_map,
+    )  # fmt: skip
 
 
 def _allow_open_files(count: int) -> None:
@@ -350,12 +357,6 @@ def _allow_open_files(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, raised), hard))
-
-
-def _ranges(starts: I64, lengths: I64) -> I64:
-    """The numbers ``start … start + length - 1`` of every pair, one after the other."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
 def _pieces(flat_M: I64, starts_M: I64, counts_N: I64, positions_NL: I32, documents_NL: I32) -> tuple[I32, I64]:

@@ -19,9 +19,8 @@ from quern.parallel.planning.segments import (
     pairs_of_shards,
     ring_segments,
 )
-from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
-from quern.train.batches.loader import Loader
+from quern.train.batches.loader import Loader, open_loader
 from quern.train.batches.step_plan import cu_seqlens_of
 from quern.train.config import TrainConfig
 
@@ -38,10 +37,7 @@ def shared_attention(config: TrainConfig, corpus: Corpus, order: Order, dp_size:
     if context.shards == 1:  # heads are all that is shared
         return {"micro_batches": 0, "mean": 1.0, "most": 1.0, "keys": 0.0}
     with tempfile.TemporaryDirectory(prefix="quern-index-") as folder:
-        loader = Loader(
-            corpus, order, rank=0, world=dp_size, micro_batch=config.micro_batch, document_mask=config.document_mask,
-            boundaries=open_boundaries(corpus.readers, folder, corpus.chosen),
-        )  # fmt: skip
+        loader = open_loader(config, corpus, order, folder, 0, dp_size)
         rows = list(islice(_micro_batches(loader, config), MICRO_BATCHES))
     found, keys = zip(*(imbalance(own, config.seq_len, context) for own in rows), strict=True)
     return {"micro_batches": len(rows), "mean": float(np.mean(found)), "most": max(found), "keys": max(keys)}

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quern.words import aligned
+from quern.words import aligned, counted
 
 __all__ = ["table"]
 
@@ -63,10 +63,9 @@ def _machine(document: Mapping[str, Any]) -> str:
 
 
 def _what(document: Mapping[str, Any]) -> str:
-    ranks = "1 rank" if document["world"] == 1 else f"{document['world']} ranks"
     return (
-        f"{ranks}; median of {document['steps']} steps after {document['warm_up']}; random tokens in documents of "
-        f"{document['mean_document']:g} in the mean"
+        f"{counted(document['world'], 'rank')}; median of {document['steps']} steps after {document['warm_up']}; "
+        f"random tokens in documents of {document['mean_document']:g} in the mean"
     )
 
 

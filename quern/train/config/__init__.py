@@ -15,13 +15,11 @@ from quern.model.moe.config import MoEShape
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
 from quern.train.config.experts import ExpertsConfig, OwnUpdateConfig
 from quern.train.config.float8 import Float8Config
-from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
 from quern.train.config.mixture import DataConfig, DoReMiConfig, PhaseConfig, check_sources, placed
 from quern.train.config.numbers import Count, NonNegative
 from quern.train.config.parallel import ParallelConfig
-from quern.train.config.supervision import ReplicasConfig
-from quern.train.config.watchdog import WatchdogConfig
+from quern.train.config.supervision import GuardConfig, ReplicasConfig, WatchdogConfig
 
 __all__ = [
     "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "DoReMiConfig", "Float8Config", "ForensicsConfig",

@@ -62,7 +62,8 @@ def keep(run_dir: str, rank: int, error: BaseException) -> None:
         with suppress(Exception):  # the rank has another error to end with
             found = _settled(dump, patience_s=0.1 if backend == "gloo" else 0)
             if found.get("entries"):
-                _write(run_dir, rank, backend, {**found, "pg_config": _groups(found), **_about(error)})
+                about = {"error": named_line(error), "host": socket.gethostname(), "time": time.time()}
+                _write(run_dir, rank, backend, {**found, "pg_config": _groups(found), **about})
 
 
 def _settled(dump: Callable[[], bytes], patience_s: float) -> dict[str, Any]:
@@ -81,10 +82,6 @@ def _write(run_dir: str, rank: int, backend: str, found: Mapping[str, Any]) -> N
     file = os.path.join(folder, f"flight_{backend}_rank_{rank}.json")
     with open(file, "w", encoding="utf-8", opener=open_own) as stream:
         json.dump(found, stream)
-
-
-def _about(error: BaseException) -> dict[str, Any]:
-    return {"error": named_line(error), "host": socket.gethostname(), "time": time.time()}
 
 
 def _groups(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from quern.mixtures.order import Order
 
 __all__ = [
     "MOVES", "UNHEALTHY", "Ledger", "Range", "check_append", "data_end", "data_step", "latest_order", "nulled",
-    "reached", "read_ledger", "skips_before", "surviving",
+    "opening", "reached", "read_ledger", "skips_before", "surviving",
 ]  # fmt: skip
 
 Entry = Mapping[str, Any]
@@ -83,6 +83,11 @@ class Range:
     def data_stop(self) -> int | None:
         """The end of the data steps read; None for a range that still goes on."""
         return None if self.stop is None else self.data_step + self.stop - self.step
+
+
+def opening(entries: Iterable[Entry]) -> list[Entry]:
+    """The lines that open its attempts: those of :data:`MOVES`."""
+    return [entry for entry in entries if entry["kind"] in MOVES]
 
 
 def surviving(entries: Iterable[Entry], t_end: int | None) -> tuple[Range, ...]:
@@ -290,14 +295,15 @@ def _wrong_field(entry: Entry) -> str | None:
     return None
 
 
-def nulled(value: Any) -> Any:
-    """Plain data for JSON, which has no NaN: a number that is not finite becomes None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+def nulled(value: Any, digits: int = 17) -> Any:
+    """Plain data for JSON, which has no NaN: a number that is not finite becomes None; others keep so many significant
+    ``digits``, of which 17 are all that a double has."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: nulled(item) for key, item in value.items()}
+        return {key: nulled(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [nulled(item) for item in value]
+        return [nulled(item, digits) for item in value]
     return value
 
 

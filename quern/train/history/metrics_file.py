@@ -1,4 +1,5 @@
-"""Reads ``metrics.jsonl`` as columns, of any version, also while a run appends to it. Imports no torch."""
+"""Reads ``metrics.jsonl``, of any version, also while a run appends to it: as columns, or its last step alone. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ from numpy.typing import NDArray
 
 from quern.errors import QuernError
 
-__all__ = ["METRICS_FILE", "MetricsTable", "Validation", "held_out", "numbers", "read_metrics", "when"]
+__all__ = [
+    "METRICS_FILE", "MetricsTable", "Validation", "held_out", "numbers", "read_metrics", "steps_of_metrics", "when",
+]  # fmt: skip
 
 METRICS_FILE = "metrics.jsonl"
 
 #: Numbers of a step that are kept: a file that has more names than this was not written by a trainer.
 _MAX_COLUMNS = 2_000
+#: The end of the file in which :func:`steps_of_metrics` looks for the last step.
+_TAIL_BYTES = 1 << 16
 #: Beyond all steps and attempts, as in the ledger.
 _LIMIT = 1 << 40
 
@@ -121,6 +126,25 @@ def read_metrics(run_dir: str) -> MetricsTable:
     told_attempt = found.pop("attempt", np.full(rows, math.nan))
     attempt = np.where((told_attempt >= 0) & (told_attempt < _LIMIT), told_attempt, counted).astype(np.int64)
     return MetricsTable(steps, attempt, found, tuple(validations), tuple(damaged), loads)
+
+
+def steps_of_metrics(run_dir: str, attempt: int) -> int:
+    """How many steps were complete when the newest line of metrics.jsonl that is ``attempt``'s was written; 0 where no
+    line says it."""
+    try:
+        with open(os.path.join(run_dir, METRICS_FILE), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # torn, or the rest of a line that began before the tail
+            continue
+        if isinstance(row, dict) and row.get("kind") == "step" and type(row.get("step")) is int:
+            return row["step"] + 1 if row.get("attempt") == attempt else 0
+    return 0
 
 
 def _counts(row: Mapping[str, Any]) -> NDArray[np.int64] | None:

@@ -24,6 +24,7 @@ from quern.train.parity.compare import Comparison, compare
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case, Computation
 from quern.train.parity.run import Outcome, train, train_alone
+from quern.words import counted
 
 __all__ = ["Result", "check_cases"]
 
@@ -101,8 +102,7 @@ def check_cases(
         for case in sorted(cases, key=lambda case: (case.on.world, case.on.grouped)):
             world = case.on.world
             if num_devices is not None and world > num_devices:
-                has = f"this machine has {num_devices} GPU{'s' if num_devices != 1 else ''}"
-                yield Result(case, skipped=f"needs {world} GPUs, {has}")
+                yield Result(case, skipped=f"needs {world} GPUs, this machine has {counted(num_devices, 'GPU')}")
                 continue
             if case.splits_backward and (why := why_no_split_backward()):
                 yield Result(case, skipped=f"splits the backward pass, which {why}")

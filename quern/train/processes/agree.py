@@ -55,20 +55,13 @@ class Agreement:
     def scatter(self, action: Callable[[], list[T]]) -> T:
         """Scatter the results of ``action``, one per rank, which only rank 0 runs; if it fails, all raise."""
         values, error = _attempt(action) if self.rank == 0 else (None, None)
-        failure = _portable(error)
-        shares: list[Any] | None = None
+        shares: list[Any] = []
         if self.rank == 0:
-            shares = [(None, failure)] * self.world if values is None else [(value, None) for value in values]
-        if self.world == 1:
-            assert shares is not None
-            box: list[Any] = shares
-        else:
-            box = [None]
+            shares = [(None, _portable(error))] * self.world if values is None else [(value, None) for value in values]
+        box = shares[:1] or [None]
+        if self.world > 1:
             dist.scatter_object_list(box, shares)
-        value, failure = box[0]
-        if failure is not None:
-            self._fail(0, failure, error)
-        return value
+        return self._taken(box, error)
 
     def all_or_raise(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank and return this rank's result; if it fails on one, all raise."""
@@ -106,6 +99,10 @@ class Agreement:
         box: list[Any] = [(value, _portable(error))]
         if self.world > 1:
             dist.broadcast_object_list(box)
+        return self._taken(box, error)
+
+    def _taken(self, box: list[Any], error: Exception | None) -> Any:
+        """What rank 0 has sent; where its action has failed, all raise."""
         value, failure = box[0]
         if failure is not None:
             self._fail(0, failure, error)

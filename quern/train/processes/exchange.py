@@ -14,9 +14,8 @@ __all__ = ["exchange"]
 def exchange(got: Tensor, sent: Tensor, other: int) -> float:
     """Bytes a second and direction between this rank and the rank ``other`` of the default group: both send at once,
     what the other has ``sent`` into ``got``."""
-    synchronise = torch.cuda.synchronize if got.is_cuda else lambda: None
     began = time.perf_counter()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, got, other)]):
         work.wait()
-    synchronise()
+    torch.get_device_module(got.device).synchronize()
     return got.nbytes / (time.perf_counter() - began)

@@ -131,7 +131,7 @@ def _folder(out: str, ranks: Ranks, together: Agreement) -> Iterator[str]:
 
 
 def _trace(config: TrainConfig, ranks: Ranks, out: str, steps: int, warm_up: int) -> _Traced:
-    path = os.path.join(out, f"trace_rank{ranks.rank}.json")
+    path, wait = os.path.join(out, f"trace_rank{ranks.rank}.json"), torch.get_device_module(ranks.device).synchronize
     with open_trainer(config, ranks) as trainer, collecting(config.process.gc_interval) as collect:  # as a run does
         _annotate(trainer)
         trainer.start_loop()
@@ -140,7 +140,7 @@ def _trace(config: TrainConfig, ranks: Ranks, out: str, steps: int, warm_up: int
             trainer.train_step(step)
             collect(step)
             began.append(time.perf_counter())
-        _synchronise(ranks.device)
+        wait()
         untraced = (time.perf_counter() - began[0]) / (warm_up - 1) if warm_up > 1 else None
         with recording() as profiler:
             trainer.train_step(warm_up)  # what the profiler does at first is in none of the steps
@@ -149,7 +149,7 @@ def _trace(config: TrainConfig, ranks: Ranks, out: str, steps: int, warm_up: int
                 with record_function(f"{STEP}{step}"):
                     trainer.train_step(step)
                     collect(step)
-            _synchronise(ranks.device)
+            wait()
         trainer.drain_metrics()
         profiler.export_chrome_trace(path)
         sequences = trainer.start.mixture.order.global_batch_at(trainer.data_step(warm_up + 1))
@@ -209,11 +209,6 @@ def _shapes(accounts: list[Account]) -> list[Shape]:
     for each in (accounts[0], slowest(accounts)):
         found |= {p.shape: None for p in each.products[:_MOST] if p.shape and p.ns >= _WORTH * each.total_ns}
     return list(found)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _free(device: torch.device) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern.html.pieces import show
+from quern.train.history.ledger import nulled
 from quern.train.report.history import ABANDONED, Run
 
 __all__ = [
@@ -179,8 +180,8 @@ def _line(label: str, axes: Axes, values: F64, look: str, colour: int) -> dict[s
     """A line of a chart as plain JSON. ``look``: ``faint``, ``line``, ``dots`` or ``branch``; ``colour``: a number of
     the palette."""
     places = thin(values)
-    x = {name: _plain(own[places], 12) for name, own in axes.items()}
-    return {"label": label, "x": x, "y": _plain(values[places], 6), "look": look, "colour": colour}
+    x = {name: nulled(own[places].tolist(), 12) for name, own in axes.items()}
+    return {"label": label, "x": x, "y": nulled(values[places].tolist(), 6), "look": look, "colour": colour}
 
 
 def thin(values: F64) -> NDArray[np.int64]:
@@ -200,8 +201,3 @@ def thin(values: F64) -> NDArray[np.int64]:
 def over(function: Callable[[F64], Any], values: F64) -> float:
     """``np.nanmean`` and its like, NaN where no value is finite."""
     return float(function(values)) if np.isfinite(values).any() else np.nan
-
-
-def _plain(values: F64, digits: int) -> list[float | None]:
-    """To so many significant digits, null for what is not finite."""
-    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -17,7 +17,7 @@ from quern.config import read_yaml
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import CONFIG_FILE
 from quern.train.history.branch import LEDGER_FILE
-from quern.train.history.ledger import MOVES, read_ledger
+from quern.train.history.ledger import MOVES, opening, read_ledger
 from quern.train.history.metrics_file import METRICS_FILE, MetricsTable, Validation, read_metrics, when
 
 __all__ = ["ABANDONED", "AGAIN", "KEPT", "Attempt", "Run", "open_run"]
@@ -129,7 +129,7 @@ def open_run(path: str) -> Run:
     if not len(order):
         raise InputError(f"{path}: expected a step of the branch that the run is on, got none since it went back")
     fork = max((place for place, entry in enumerate(entries) if entry["kind"] == "fork"), default=0)
-    first = min(sum(entry["kind"] in MOVES for entry in entries[:fork]), len(attempts) - 1)
+    first = min(len(opening(entries[:fork])), len(attempts) - 1)
     config, record = (_mapping(os.path.join(path, name)) for name in (CONFIG_FILE, "run.json"))
     validations = _validations(metrics, attempts)
     return Run(path, entries, metrics, fate, order, attempts, first, validations, config, record)

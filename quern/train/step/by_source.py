@@ -24,14 +24,10 @@ class SourceLosses:
     def __len__(self) -> int:
         return 2 * len(self._names)
 
-    def buffers(self, counts: bool) -> dict[int, Tensor] | None:
-        """For the losses [B, L] of a step's micro-batches, by number; None where another rank counts them."""
-        return {} if counts else None
-
     def of_this_rank(self, batch: StepInputs, losses: Mapping[int, Tensor] | None, like: Tensor) -> Tensor:
         """[2 K] of K sources: nats and targets in this rank's sequences, as shares of the global batch's targets.
 
-        ``losses``: :meth:`buffers`, filled."""
+        ``losses``: [B, L] of each micro-batch, by number; None where another rank counts them."""
         if losses is None:
             return like.new_zeros(len(self))
         nats_S = torch.cat([losses[number].sum(-1, dtype=torch.float64) for number in range(len(batch.micro_batches))])

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from quern.parallel.context.inputs import Shared
 from quern.parallel.experts.loads import Routed
 from quern.train.batches.feed import Origin, StepInputs
 from quern.train.config import ForensicsConfig
+from quern.train.history.ledger import nulled
 from quern.train.processes.agree import Agreement
 from quern.train.step.figures import Figures, Pending
 from quern.train.step.routed import as_plain, counts_of
@@ -53,7 +55,8 @@ MOST_COUNTS = 1 << 20
 """Numbers of tokens that chose an expert, of the step's documents; of an earlier step's an eighth."""
 
 _NAME = re.compile(r"step_\d{8,}(\.attempt_\d+)?\.json")
-_DIGITS = 8
+_plain = partial(nulled, digits=8)
+"""float32 has no more."""
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +306,7 @@ class Forensics:
             "not_finite": _kinds({"loss": figures.loss, "grad_norm": figures.norm, **layers}),
             "sequences": {
                 **{name: column.tolist() for name, column in found.columns.items()},
-                "loss": [_plain(mean) for mean in means.tolist()],
+                "loss": _plain(means.tolist()),
                 "targets": found.targets_S.tolist(),
                 "finite": np.isfinite(found.nats_S).tolist(),
             },
@@ -313,7 +316,7 @@ class Forensics:
             "within": {
                 "tokens": piece_tokens(int(self._facts.layout["seq_len"])),
                 "place": chosen,
-                "loss": [[_plain(value) for value in found.pieces[place][0].tolist()] for place in chosen],
+                "loss": [_plain(found.pieces[place][0].tolist()) for place in chosen],
                 "targets": [found.pieces[place][1].tolist() for place in chosen],
             },
         }  # fmt: skip
@@ -359,12 +362,3 @@ def _layer(parameter: str) -> str:
     """``blocks.3`` of ``blocks.3.ffn.w1.weight``; ``embed``, ``norm`` or ``head`` of what is in no block."""
     names = parameter.split(".")
     return ".".join(names[:2]) if names[0] == "blocks" else names[0]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN; and float32 has no more digits."""
-    if isinstance(value, dict):
-        return {name: _plain(own) for name, own in value.items()}
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None

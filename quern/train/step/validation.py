@@ -12,11 +12,9 @@ import torch
 
 from quern.parallel.accumulation import Runner
 from quern.parallel.context.inputs import Sharing
-from quern.train.batches.boundaries import open_boundaries
-from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import to_device
-from quern.train.batches.held_out import held_out_names
-from quern.train.batches.loader import IGNORE, Loader, StepBatch
+from quern.train.batches.held_out import HeldOut
+from quern.train.batches.loader import IGNORE, Loader, StepBatch, open_loader
 from quern.train.config import TrainConfig
 from quern.train.processes.ranks import Ranks
 
@@ -64,21 +62,18 @@ class Validator:
     """Mean loss a target, over the held-out windows of each source and each set, and over all of the sources."""
 
     def __init__(
-        self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str,
+        self, config: TrainConfig, held_out: Sequence[HeldOut], ranks: Ranks, dp_rank: int, dp_size: int, cache: str,
         sharing: Sharing | None = None,
     ) -> None:  # fmt: skip
         self._ranks = ranks
         self._inputs = partial(to_device, device=ranks.device, document_mask=config.document_mask, sharing=sharing)
         self._sources = []
-        for corpus, (name, is_set) in zip(held_out, held_out_names(config, held_out), strict=True):
-            (windows,) = corpus.windows
+        for own in held_out:
+            (windows,) = own.corpus.windows
             wanted = min(windows, config.validation.windows or windows)
             order = _FromTheStart(windows, wanted, config.micro_batch * dp_size)
-            loader = Loader(
-                corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
-                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache, corpus.chosen),
-            )  # fmt: skip
-            self._sources.append(_Source(name, is_set, loader, order.steps))
+            loader = open_loader(config, own.corpus, order, cache, dp_rank, dp_size)
+            self._sources.append(_Source(own.name, own.is_set, loader, order.steps))
 
     def run(self, model: Runner) -> dict[str, Any]:
         """``loss`` (nats a target), ``tokens`` (targets) and the same by source (:func:`source_names`), and of the

@@ -17,7 +17,7 @@ from quern.mixtures.laws.propose import family_weights
 from quern.mixtures.recipe import MixtureSource
 from quern.mixtures.weighting import draw, even_weights, most_samples
 from quern.train.batches.assignment import check_divides
-from quern.train.batches.held_out import held_out_names, open_held_out
+from quern.train.batches.held_out import open_held_out
 from quern.train.batches.mixture import budget, data_section, open_corpus, sources_of, with_sources
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
@@ -94,7 +94,7 @@ def plan_swarm(config: SwarmConfig) -> Swarm:
         if batch is not None and (problem := check_divides(batch, 1, small.micro_batch)):
             raise InputError(problem)
     held_out = open_held_out(small)
-    measured = [name for name, _ in held_out_names(small, held_out)]
+    measured = [own.name for own in held_out]
     if not measured:
         raise InputError(f"{config.base}: no source has held-out documents, nor are there validation.sets")
     weights = family_weights(config.weights or {}, measured)
@@ -116,7 +116,7 @@ def plan_swarm(config: SwarmConfig) -> Swarm:
         members.append(Member(name, weighed, tuple(part / total for part in drawn)))
     tried = np.array([member.shares for member in members])
     check_runs(config.form, tried, [source.name for source in own], "runs")
-    data = [corpora[1].fingerprint, *(corpus.fingerprint for corpus in held_out)]
+    data = [corpora[1].fingerprint, *(own.corpus.fingerprint for own in held_out)]
     return Swarm(config, base, tuple(large), samples, tuple(members), weights, digest(data))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quern.closes import Closes
-from quern.train.history.ledger import MOVES
+from quern.train.history.ledger import opening
 from quern.train.history.metrics_file import held_out, numbers
 
 __all__ = ["FOLDER", "Board", "branch_folder", "numbers_of"]
@@ -24,7 +24,7 @@ _SHOWN = {
 def branch_folder(run_dir: str, entries: Iterable[Mapping[str, Any]]) -> str:
     """The folder of the branch that the run is on; ``entries``: its ledger's. TensorBoard takes each for a run."""
     folder = os.path.join(run_dir, FOLDER)
-    moves = [entry for entry in entries if entry["kind"] in MOVES]
+    moves = opening(entries)
     backs = [place for place, entry in enumerate(moves) if entry["kind"] == "rollback"]
     if not backs:
         return folder

@@ -16,7 +16,7 @@ from quern import storage
 from quern.config import Section, validate
 from quern.errors import InputError
 from quern.train.config.numbers import NonNegative
-from quern.train.history.ledger import MOVES
+from quern.train.history.ledger import opening
 
 __all__ = ["FOLDER", "Branch", "Parent", "State", "branch_at", "parent_of_fork", "state_path"]
 
@@ -83,7 +83,7 @@ def branch_at(state: State, entries: Sequence[Mapping[str, Any]], attempt: int) 
     """The first step of the branch that start ``attempt`` opens, and its parent; None: it goes on in the newest one.
 
     ``entries``: the ledger's."""
-    moves = [entry for entry in entries if entry["kind"] in MOVES]
+    moves = opening(entries)
     begins = [entry["step"] for entry in moves[attempt : attempt + 1]]
     if not state.branches:
         return sum(begins), None
@@ -108,7 +108,7 @@ def parent_of_fork(name: str, entries: Sequence[Mapping[str, Any]]) -> tuple[Par
     at = max((place for place, entry in enumerate(entries) if entry["kind"] == "fork"), default=None)
     if at is None:
         return None, ""
-    line, attempt = entries[at], sum(entry["kind"] in MOVES for entry in entries[:at]) - 1
+    line, attempt = entries[at], len(opening(entries[:at])) - 1
     trunk = State()
     with suppress(InputError):
         trunk = State.read(state_path(line["path"], name))
