@@ -35,10 +35,6 @@ __all__ = ["run_data", "run_resolved"]
 _MOST_NAMES = 100
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def run_data(
     config: str | os.PathLike[str] | Mapping[str, Any] | DataRun, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -57,7 +53,9 @@ def run_data(
     return stats
 
 
-def run_resolved(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[str, Any]:
+def run_resolved(
+    config: DataRun, tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
+) -> dict[str, Any]:
     """Run every stage of a resolved config, from the beginning or from where it was left; returns what
     ``stats.json`` holds. ``tell`` takes lines for the person beside the progress.
 

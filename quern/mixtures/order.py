@@ -15,15 +15,14 @@ A sample is a function of what opens at or before it: a phase that is added late
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quern.config import digest
 from quern.mixtures.permutation import CONSTANTS, base_key, permute, unpermute
 from quern.mixtures.phases import (
     MAX_SAMPLES,
@@ -205,8 +204,7 @@ class Order:
     @cached_property
     def hash(self) -> str:
         """BLAKE2b-128 (hex) of the canonical JSON of :meth:`to_dict`."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest(self.to_dict())
 
     # ---- within
 

@@ -150,15 +150,6 @@ def test_leaving_by_an_exception_says_where_the_phase_stopped() -> None:
     assert stream.getvalue().splitlines()[-1].startswith("pages: stopped after 5 s, 0/9 partitions")
 
 
-def test_phases_without_pages_show_what_they_count() -> None:
-    progress, clock, stream = lines_of()
-    progress.start_phase("tokens", 1, None)
-    clock.now += 10
-    progress.partition_done({"documents": 50, "tokens": 40_000}, 0)
-    progress.end_phase()
-    assert "50 documents (5/s), 40,000 tokens (4,000/s)" in stream.getvalue().splitlines()[-1]
-
-
 def test_a_phase_that_reports_no_partitions_does_not_claim_to_have_done_none() -> None:
     progress, clock, stream = lines_of()
     progress.start_phase("tokens", 7, None)

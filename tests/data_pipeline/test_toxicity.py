@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.page.memo import Memo
 from quern.data_pipeline.stages import toxicity
 from quern.data_pipeline.stages.toxicity import Toxicity, ToxicityConfig, read_lexicon
 from quern.errors import InputError
@@ -246,10 +247,9 @@ def test_words_are_counted_as_in_the_text_as_a_whole(text: str) -> None:
 
 
 def test_what_is_remembered_of_words_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toxicity, "_MAX_KEPT", 10)
-    monkeypatch.setattr(toxicity, "_WORDS", toxicity._Words())
+    monkeypatch.setattr(toxicity, "_WORDS", Memo(toxicity._WORDS.answer, 10, 40))
     lexicon = Toxicity(ToxicityConfig())._lexicons["en"]
     for start in range(0, 100, 20):
         assert lexicon.count(" ".join(f"w{number}" for number in range(start, start + 20)) + " " + "x" * 50) == (0, 21)
         assert len(toxicity._WORDS) <= 10
-    assert max(map(len, toxicity._WORDS)) <= toxicity._MAX_KEPT_CHARS
+    assert max(map(len, toxicity._WORDS)) <= 40

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from quern.data_pipeline.dedup.rows import key_starts, made_of
+from quern.data_pipeline.dedup.rows import key_starts, made_of, repeats
 
 __all__ = [
     "MAX_SIZE",
@@ -82,18 +82,13 @@ def repeated(members: np.ndarray) -> np.ndarray:
     """The rows (:data:`MEMBER`) whose key occurs more than once."""
     keys = np.ascontiguousarray(members["key"])
     order = np.argsort(keys)
-    keys = keys[order]
-    equal = keys[1:] == keys[:-1]
-    twice = np.zeros(len(keys), dtype=bool)
-    twice[1:] |= equal
-    twice[:-1] |= equal
-    return members[order[twice]]
+    return members[order[repeats(key_starts(keys[order]))]]
 
 
 def propose(
-    blocks: Callable[[], Iterable[np.ndarray]], max_members: int, max_pairs: int
-) -> Generator[np.ndarray, None, BandStats]:
-    """Yields the pairs (:data:`PAIR`) of documents that share a band key, at most about ``max_pairs`` at a time.
+    blocks: Callable[[], Iterable[np.ndarray]], max_members: int, max_pairs: int, write: Callable[[np.ndarray], None]
+) -> BandStats:
+    """Write the pairs (:data:`PAIR`) of documents that share a band key, at most about ``max_pairs`` at a time.
 
     ``blocks`` gives the rows (:data:`MEMBER`), one for each document and band; it is called twice. Of the documents
     that share a key each is proposed against the ``max_members`` first in survivor order; with at most that many
@@ -105,7 +100,8 @@ def propose(
         table = _first_members(np.concatenate((table, block)), max_members)
     sizes = np.zeros(int(_starts(table).sum()), dtype=np.int64)
     for block in blocks():
-        yield from _propose_block(table, block, max_pairs, sizes)
+        for pairs in _propose_block(table, block, max_pairs, sizes):
+            write(pairs)
     return BandStats(int((sizes > 1).sum()), int((sizes > max_members).sum()), int(sizes[sizes > 1].max(initial=0)))
 
 

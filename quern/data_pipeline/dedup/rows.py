@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["key_starts", "made_of"]
+__all__ = ["key_starts", "made_of", "repeats"]
 
 
 def made_of(dtype: np.dtype, like: np.ndarray | None = None, **columns: Any) -> np.ndarray:
@@ -27,3 +27,8 @@ def key_starts(*keys: np.ndarray) -> np.ndarray:
     starts = np.ones(len(keys[0]), dtype=bool)
     starts[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return starts
+
+
+def repeats(starts: np.ndarray) -> np.ndarray:
+    """bool[n]: which sorted rows share their key with another one; ``starts``: where keys begin."""
+    return ~(starts & np.append(starts[1:], True))

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
+from quern.data_pipeline.page.memo import Memo
+
 __all__ = ["hash_words", "normalise", "shingle_hashes"]
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -49,69 +51,42 @@ _SPACELESS = (
 )
 _SPACELESS_FIRST = [first for first, _ in _SPACELESS]
 
-#: Bounds of the caches; when one is full it is emptied, which costs time and changes nothing.
-_MAX_CHARACTERS = 1 << 16
-_MAX_WORDS = 1 << 17
-_MAX_CHUNKS = 1 << 18
 _MAX_CACHED_LENGTH = 40
 #: Characters looked at at once, so that a huge text never becomes one list of words.
 _BLOCK = 1 << 20
 
 
-class _Characters(dict[int, str]):
-    """Code point → what it becomes; the table of ``str.translate``.
-
-    Each character alone: NFD of a whole hostile text sorts its runs of marks, in quadratic time.
-    """
-
-    def __missing__(self, code: int) -> str:
-        out = []
-        for character in unicodedata.normalize("NFD", chr(code)):
-            category = unicodedata.category(character)
-            if category == "Mn":
-                continue
-            if category[0] not in "LNM":
-                out.append(" ")
-            elif _is_spaceless(ord(character)):
-                out.append(f" {character} ")
-            else:
-                out.append(character)
-        if len(self) >= _MAX_CHARACTERS:
-            self.clear()
-        self[code] = value = "".join(out)
-        return value
+def _separated(code: int) -> str:
+    """What a code point becomes, of itself: NFD of a whole hostile text sorts its runs of marks, in quadratic time."""
+    out = []
+    for character in unicodedata.normalize("NFD", chr(code)):
+        category = unicodedata.category(character)
+        if category == "Mn":
+            continue
+        if category[0] not in "LNM":
+            out.append(" ")
+        elif _is_spaceless(ord(character)):
+            out.append(f" {character} ")
+        else:
+            out.append(character)
+    return "".join(out)
 
 
-class _Words(dict[str, bytes]):
-    """Normalised word → its hash, 8 bytes little-endian."""
-
-    def __missing__(self, word: str) -> bytes:
-        value = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass")).to_bytes(8, "little")
-        if len(word) <= _MAX_CACHED_LENGTH:
-            if len(self) >= _MAX_WORDS:
-                self.clear()
-            self[word] = value
-        return value
+def _hash(word: str) -> bytes:
+    """8 bytes, little-endian, of a normalised word."""
+    return xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass")).to_bytes(8, "little")
 
 
-class _Chunks(dict[str, bytes]):
-    """What stands between two spaces → the hashes of its words.
-
-    Nothing in the normalisation looks across white space, so a chunk can be done once for all texts it occurs in.
-    """
-
-    def __missing__(self, chunk: str) -> bytes:
-        value = b"".join(map(_WORDS.__getitem__, normalise(chunk)))
-        if len(chunk) <= _MAX_CACHED_LENGTH:
-            if len(self) >= _MAX_CHUNKS:
-                self.clear()
-            self[chunk] = value
-        return value
+def _hashes(chunk: str) -> bytes:
+    """Those of the words in a chunk between two spaces. Nothing in the normalisation looks across white space, so a
+    chunk can be done once for all texts it occurs in."""
+    return b"".join(map(_WORDS.__getitem__, normalise(chunk)))
 
 
-_CHARACTERS = _Characters()
-_WORDS = _Words()
-_CHUNKS = _Chunks()
+_CHARACTERS: Memo[int, str] = Memo(_separated, 1 << 16)
+"""The table of ``str.translate``."""
+_WORDS: Memo[str, bytes] = Memo(_hash, 1 << 17, _MAX_CACHED_LENGTH)
+_CHUNKS: Memo[str, bytes] = Memo(_hashes, 1 << 18, _MAX_CACHED_LENGTH)
 
 
 def _is_spaceless(code: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quern.data_pipeline.dedup.bands import ranks_of, sizes_of
-from quern.data_pipeline.dedup.rows import key_starts, made_of
+from quern.data_pipeline.dedup.rows import key_starts, made_of, repeats
 
 __all__ = ["VERIFIED", "Removed", "could_match", "fitting", "survivors", "survivors_after", "verify"]
 
@@ -83,9 +83,7 @@ def _sets(starts: np.ndarray, sizes: np.ndarray, shingles: np.ndarray) -> Any:
     values = shingles[np.arange(int(sizes.sum())) + np.repeat(starts - ends + sizes, sizes)]
     order = np.argsort(values)
     new = key_starts(values[order])
-    shared = np.zeros(len(values), dtype=bool)
-    shared[1:] = ~new[1:]
-    shared[:-1] |= ~new[1:]
+    shared = repeats(new)
     column = np.empty(len(values), dtype=np.int32)
     column[order] = np.cumsum(new & shared) - 1
     kept = np.empty(len(values), dtype=bool)

@@ -9,6 +9,7 @@ import numpy as np
 from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exchange import Writer, WrittenFiles
+from quern.data_pipeline.execution.commits import table_path
 
 __all__ = ["RECORD_BYTES", "DedupInputs", "Done", "PartitionGroup", "PartitionPlace"]
 
@@ -53,7 +54,7 @@ class DedupInputs:
 
     def table(self, kind: str, place: PartitionPlace) -> str:
         """The committed table of a partition."""
-        return storage.join(self.run_dir, kind, self.sources[place.source], f"{place.name}.parquet")
+        return table_path(self.run_dir, kind, self.sources[place.source], place.name)
 
     def folder(self, exchange: str) -> str:
         """Where the files of an exchange are."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from quern import storage
 
-__all__ = ["TABLES", "commit_path", "find_commit", "publish_commit", "withdraw_commit"]
+__all__ = ["TABLES", "commit_path", "find_commit", "publish_commit", "table_path", "withdraw_commit"]
 
 TABLES = ("verdicts", "documents", "signatures")
 """Folders of a run with one table for each partition of pages."""
@@ -20,6 +20,11 @@ TABLES = ("verdicts", "documents", "signatures")
 def commit_path(run_dir: str, phase: str, source: str, piece: str) -> str:
     """``RUN/commits/<phase>/<source>/<piece>.json``."""
     return storage.join(run_dir, "commits", phase, source, f"{piece}.json")
+
+
+def table_path(run_dir: str, folder: str, source: str, partition: str) -> str:
+    """``RUN/<folder>/<source>/<partition>.parquet``, of one of :data:`TABLES`."""
+    return storage.join(run_dir, folder, source, f"{partition}.parquet")
 
 
 def find_commit(

@@ -123,9 +123,8 @@ class InFlightMarker:
 def _begin(path: str) -> None:
     for attempt in range(_ATTEMPTS):
         try:
-            os.makedirs(
-                os.path.dirname(path), exist_ok=True
-            )  # of two folders, the outer may go before the inner is made
+            # of two folders, the outer may go before the inner is made
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
                 file.write(_LAYOUT.pack(-1, 0.0))
             return

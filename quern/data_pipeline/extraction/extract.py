@@ -13,7 +13,6 @@ elements.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -64,21 +63,18 @@ class ExtractConfig(Section):
         return self
 
 
-def _resiliparse_text(html: str) -> str | None:
+def _resiliparse_text(html: str, config: ExtractConfig) -> str | None:
     from resiliparse.extract.html2text import extract_plain_text
 
     text = extract_plain_text(html, main_content=True, list_bullets=False, alt_texts=False, links=False, comments=False)
     return str(text)
 
 
-def _trafilatura_engine(config: ExtractConfig) -> Callable[[str], str | None]:
-    def text_of(html: str) -> str | None:
-        # imported, and tested against stock, where pages are: a driver that only checks its settings has none
-        from quern.data_pipeline.extraction import trafilatura_fast as extract_trafilatura
+def _trafilatura_text(html: str, config: ExtractConfig) -> str | None:
+    # imported, and tested against stock, where pages are: a driver that only checks its settings has none
+    from quern.data_pipeline.extraction import trafilatura_fast as extract_trafilatura
 
-        return extract_trafilatura.extract_text(html, config.favor, config.include_tables)
-
-    return text_of
+    return extract_trafilatura.extract_text(html, config.favor, config.include_tables)
 
 
 class Extract:
@@ -93,7 +89,7 @@ class Extract:
 
     def __init__(self, config: ExtractConfig) -> None:
         self.config = config
-        self._engine = _resiliparse_text if config.engine == "resiliparse" else _trafilatura_engine(config)
+        self._engine = _resiliparse_text if config.engine == "resiliparse" else _trafilatura_text
 
     def __call__(self, page: Page) -> Page:
         if page.media == "text":
@@ -103,7 +99,7 @@ class Extract:
             page.fail(self.name, refusal)
             return page
         try:
-            text = self._engine(page.raw)
+            text = self._engine(page.raw, self.config)
         except Exception as error:  # parsers raise what they like, and RecursionError; one page is one verdict
             logger.debug("extraction failed on %s: %r", page.url, error)
             page.fail(self.name, "extract.failed")

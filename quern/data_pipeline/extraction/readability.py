@@ -7,7 +7,6 @@ it is not run, or not to its end; where it is run, what it looks at for every el
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import re
 import threading
@@ -23,6 +22,7 @@ import trafilatura.utils
 from lxml.html import HtmlElement
 
 from quern.data_pipeline.extraction.density import TEXT, collapsed, length_of
+from quern.data_pipeline.page.memo import Memo
 
 __all__ = ["ReadabilityComparison", "Scores", "class_weight", "drop_unlikely"]
 
@@ -36,8 +36,6 @@ _REFUSED = (*(chr(code) for code in range(32) if chr(code) not in "\t\n\r"), "\u
 _VIDEO = "VIDEO "
 #: What readability writes where nothing is left of a page.
 _NOTHING = "<div/>"
-#: Longer values of attributes are not remembered, so hostile pages cannot fill memory.
-_MEMO_VALUE_CHARS = 256
 
 
 def _grows(tag: str) -> bool:
@@ -191,7 +189,7 @@ class Scores(threading.local):
 
 def class_weight(document: Any, element: HtmlElement) -> float:
     """The weight of an element's class and id, for or against it being content."""
-    return sum(_of_value(_weight, value) for value in (element.get("class"), element.get("id")) if value)
+    return sum(_WEIGHTS[value] for value in (element.get("class"), element.get("id")) if value)
 
 
 def drop_unlikely(document: Any) -> None:
@@ -199,21 +197,20 @@ def drop_unlikely(document: Any) -> None:
     frames = trafilatura.readability_lxml.FRAME_TAGS
     for element in _MARKED(document.doc):
         value = " ".join(filter(None, (element.get("class"), element.get("id"))))
-        if len(value) >= 2 and element.tag not in frames and _of_value(_is_unlikely, value):
+        if len(value) >= 2 and element.tag not in frames and _UNLIKELY[value]:
             element.drop_tree()
 
 
-def _of_value(answer: Any, value: str) -> Any:
-    return answer(value) if len(value) <= _MEMO_VALUE_CHARS else answer.__wrapped__(value)
-
-
-@functools.lru_cache(maxsize=8192)
 def _weight(value: str) -> int:
     patterns = trafilatura.readability_lxml.REGEXES
     return 25 * bool(patterns["positiveRe"].search(value)) - 25 * bool(patterns["negativeRe"].search(value))
 
 
-@functools.lru_cache(maxsize=8192)
 def _is_unlikely(value: str) -> bool:
     patterns, value = trafilatura.readability_lxml.REGEXES, value.lower()
     return bool(patterns["unlikelyCandidatesRe"].search(value)) and not patterns["okMaybeItsACandidateRe"].search(value)
+
+
+#: By values of attributes, which hostile pages cannot fill memory with.
+_WEIGHTS: Memo[str, int] = Memo(_weight, 8192, 256)
+_UNLIKELY: Memo[str, bool] = Memo(_is_unlikely, 8192, 256)

@@ -8,39 +8,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from lxml.html import HtmlElement
 
 from quern.data_pipeline.extraction.xpath_parse import Holds, Parser, XPathStep
+from quern.data_pipeline.page.memo import Memo
 
 __all__ = ["Firsts", "Member", "Walk", "Walks"]
 
-#: Answers kept for one attribute of one expression; past it the memo starts anew. Longer values are not kept.
+#: Answers kept for one attribute of one expression, and characters of values they are kept of: hostile pages cannot
+#: fill memory.
 MEMO_ENTRIES = 8192
 MEMO_VALUE_CHARS = 256
 
 
-class _Bits(dict[str, int]):
+def _bits_of(tests: Sequence[tuple[int, Holds]], value: str) -> int:
     """What a value of one attribute says to some walks: the bit of each of which a test holds, and, behind those, of
-    each of which one would where this attribute is the one that counts.
-
-    Looked up, else found out. Bounded, so hostile pages cannot fill memory.
-    """
-
-    def __init__(self, tests: Sequence[tuple[int, Holds]]) -> None:
-        super().__init__()
-        self._tests = tests
-
-    def __missing__(self, value: str) -> int:
-        bits = 0
-        for bit, holds in self._tests:
-            if not bits & bit and holds(value):
-                bits |= bit
-        if len(value) <= MEMO_VALUE_CHARS:
-            if len(self) >= MEMO_ENTRIES:
-                self.clear()
-            self[value] = bits
-        return bits
+    each of which one would where this attribute is the one that counts."""
+    bits = 0
+    for bit, holds in tests:
+        if not bits & bit and holds(value):
+            bits |= bit
+    return bits
 
 
 class Walk:
@@ -206,7 +196,7 @@ class Firsts:
         return end, found
 
 
-def _memos_of(steps: Sequence[XPathStep]) -> dict[str, _Bits]:
+def _memos_of(steps: Sequence[XPathStep]) -> dict[str, Memo[str, int]]:
     """Attribute → the bits of the steps by its value."""
     tests: dict[str, list[tuple[int, Holds]]] = {}
     for place, step in enumerate(steps):
@@ -214,7 +204,7 @@ def _memos_of(steps: Sequence[XPathStep]) -> dict[str, _Bits]:
             bit = 1 << place if len(test.names) == 1 else 1 << place + len(steps)
             for name in test.names:
                 tests.setdefault(name, []).append((bit, test.holds))
-    return {name: _Bits(listed) for name, listed in tests.items()}
+    return {name: Memo(partial(_bits_of, own), MEMO_ENTRIES, MEMO_VALUE_CHARS) for name, own in tests.items()}
 
 
 class Member:

@@ -43,17 +43,14 @@ class PhaseCounters:
     done_bytes: int = 0
     fresh: int = 0
     fresh_bytes: int = 0
-    fresh_documents: int = 0
-    fresh_tokens: int = 0
-    documents: int = 0
-    tokens: int = 0
+    fresh_pages: int = 0
     pages: int = 0
     kept: int = 0
     damage: Damage = field(default_factory=Damage)
     by_stage: Counter[str] = field(default_factory=Counter)
     count_in_work: Callable[[], int] | None = None
     in_work: int = 0
-    """Documents of partitions that are not finished, as last counted."""
+    """Pages of partitions that are not finished, as last counted."""
 
     def look(self) -> bool:
         """Update the counts of partitions in progress; returns whether they changed."""
@@ -63,27 +60,22 @@ class PhaseCounters:
 
     def add(self, counts: Mapping[str, Any], size_bytes: int, resumed: bool, source: str) -> None:
         """A partition of ``source`` is done."""
-        documents = int(counts.get("pages", counts.get("documents", 0)))
-        tokens = int(counts.get("tokens", 0))
+        pages = int(counts.get("pages", 0))
         self.done += 1
         self.done_bytes += size_bytes
-        self.documents += documents
-        self.tokens += tokens
-        self.pages += int(counts.get("pages", 0))
+        self.pages += pages
         self.kept += int(counts.get("kept", 0))
         self.damage.add(counts, source)
         self.by_stage.update(counts.get("by_stage", {}))
         if not resumed:
             self.fresh += 1
             self.fresh_bytes += size_bytes
-            self.fresh_documents += documents
-            self.fresh_tokens += tokens
+            self.fresh_pages += pages
 
     def put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any], source: str) -> None:
         """Replace what was ``counted`` for a partition by ``counts``, since it was processed again."""
         more, kept = (int(counts.get(name, 0)) - int(counted.get(name, 0)) for name in ("pages", "kept"))
-        self.documents += more
-        self.fresh_documents += more
+        self.fresh_pages += more
         self.pages += more
         self.kept += kept
         self.damage.take_back(counted, source)
@@ -115,7 +107,7 @@ class PhaseCounters:
     def to_dict(self, now: float) -> dict[str, Any]:
         """The phase as plain data for other processes."""
         elapsed = now - self.began
-        fresh = self.fresh_documents + self.in_work
+        fresh = self.fresh_pages + self.in_work
         return {
             "name": self.name,
             "partitions": self.total,
@@ -123,7 +115,7 @@ class PhaseCounters:
             "share": self.share,
             "elapsed_s": round(elapsed, 1),
             "eta_s": self.eta_s(now),
-            "pages": self.documents + self.in_work,
+            "pages": self.pages + self.in_work,
             "pages_per_s": round(fresh / elapsed, 1) if elapsed > 0 else None,
             "kept": self.kept,
             "quarantined": self.by_stage.get("quarantine", 0),
@@ -131,16 +123,11 @@ class PhaseCounters:
         }
 
     def facts(self, now: float) -> Iterator[str]:
-        """Counts and rates as short texts."""
-        elapsed = now - self.began
-        one = "page" if self.pages or self.count_in_work is not None else "document"
-        for noun, num, fresh in (
-            (one, self.documents + self.in_work, self.fresh_documents + self.in_work),
-            ("token", self.tokens, self.fresh_tokens),
-        ):
-            if num:
-                rate = f" ({fresh / elapsed:,.0f}/s)" if elapsed > 0 and fresh else ""
-                yield f"{counted(num, noun)}{rate}"
+        """The number of pages and their rate as a short text; nothing without pages."""
+        elapsed, fresh = now - self.began, self.fresh_pages + self.in_work
+        if num := self.pages + self.in_work:
+            rate = f" ({fresh / elapsed:,.0f}/s)" if elapsed > 0 and fresh else ""
+            yield f"{counted(num, 'page')}{rate}"
 
     def funnel(self) -> Iterator[str]:
         """The funnel so far: the share of pages that was kept, and that each stage dropped, the largest first."""

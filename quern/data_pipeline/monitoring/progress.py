@@ -135,7 +135,7 @@ class RunProgress:
             if self._phase is not None:
                 change(self._phase)
                 self._changed = True
-                self._tick()
+                self.tick()
 
     def error(self, message: str) -> None:
         """Report an error after which the run continues; the last few are shown, all are counted."""
@@ -146,7 +146,7 @@ class RunProgress:
             self._changed = True
             if not self._console.is_terminal:
                 self._line(f"error: {shown}")
-            self._tick()
+            self.tick()
 
     def end_phase(self) -> None:
         """The phase is finished: its summary stays as one line."""
@@ -167,11 +167,6 @@ class RunProgress:
                 "past": list(self._past),
                 "errors": {"num": self._num_errors, "last": list(self._errors)},
             }
-
-    def tick(self) -> None:
-        """Redraw if it is time; called by the background thread."""
-        with self._guarded():
-            self._tick()
 
     def _run(self) -> None:
         while not self._closed.wait(min(self._every, 1.0)):
@@ -195,17 +190,19 @@ class RunProgress:
         except Exception:  # stderr is closed: the error cannot be reported
             self._num_errors += 1
 
-    def _tick(self) -> None:
-        now = self._clock()
-        if self._phase is None or now - self._drawn < self._every:
-            return
-        self._changed |= self._phase.look()
-        if self._console.is_terminal:
-            self._draw(now)
-        elif self._changed:
-            self._line(self._status(self._phase, now))
-            self._drawn = now
-            self._changed = False
+    def tick(self) -> None:
+        """Redraw if it is time; called by the background thread."""
+        with self._guarded():
+            now = self._clock()
+            if self._phase is None or now - self._drawn < self._every:
+                return
+            self._changed |= self._phase.look()
+            if self._console.is_terminal:
+                self._draw(now)
+            elif self._changed:
+                self._line(self._status(self._phase, now))
+                self._drawn = now
+                self._changed = False
 
     def _end(self, how: str) -> None:
         phase, live = self._phase, self._live

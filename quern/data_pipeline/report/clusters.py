@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.page.keys import bytes_of
 from quern.storage.parquet import open_table, read_batches
 
@@ -63,15 +64,15 @@ def mix(keys: np.ndarray, seed: int) -> np.ndarray:
 
 def removed_keys(run_dir: str) -> np.ndarray:
     """Sorted uint64 keys of every removed document."""
-    parts = [id_keys(batch.column(0)) for batch in _batches(_decisions(run_dir), ["doc_id"])]
-    return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
+    parts = (id_keys(batch.column(0)) for batch in _batches(storage.join(run_dir, DECISIONS), ["doc_id"]))
+    return np.sort(np.concatenate([np.empty(0, np.uint64), *parts]))
 
 
 def decision_rows(run_dir: str, num: int, seed: int) -> list[dict[str, Any]]:
     """A keyed choice of at most ``num`` decisions: two of every other kind, the rest near duplicates."""
     best: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
     serial = 0
-    for batch in _batches(_decisions(run_dir), None):
+    for batch in _batches(storage.join(run_dir, DECISIONS), None):
         order = mix(id_keys(batch.column("doc_id")), seed)
         kinds = np.array(batch.column("kind").to_pylist(), object)
         for kind in sorted(set(kinds)):
@@ -87,10 +88,9 @@ def decision_rows(run_dir: str, num: int, seed: int) -> list[dict[str, Any]]:
 
 def read_clusters(run_dir: str, seed: int = 0) -> Clusters:
     """Sizes of all clusters, and the largest ones with a few members each."""
-    path = storage.join(run_dir, "duplicates", "clusters.parquet")
+    path = storage.join(run_dir, CLUSTERS)
     found = Clusters()
-    num_rows = _num_rows(path)
-    num_passes = max(1, -(-num_rows // PASS_ROWS))
+    num_passes = max(1, -(-_num_rows(path) // PASS_ROWS))
     top: list[tuple[int, int]] = []
     for turn in range(num_passes):
         parts = []
@@ -119,10 +119,6 @@ def read_clusters(run_dir: str, seed: int = 0) -> Clusters:
     for size, key in top:
         found.largest.append(Cluster(ids[key], -size, tuple(member for _, member in members[key])))
     return found
-
-
-def _decisions(run_dir: str) -> str:
-    return storage.join(run_dir, "duplicates", "decisions.parquet")
 
 
 def _num_rows(path: str) -> int:

@@ -14,7 +14,9 @@ from typing import Any
 import pyarrow.compute as pc
 
 from quern import storage
+from quern.data_pipeline.committed import pieces
 from quern.data_pipeline.dedup.schemas import DECISIONS
+from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.monitoring.damage import Damage
 from quern.data_pipeline.report.funnel import PRE_SKIP, all_alarms
 from quern.errors import QuernError
@@ -56,15 +58,12 @@ def committed(
     Raises:
         QuernError: a commit names another partition than its place does, or one of ``partitions`` has no commit.
     """
-    folder = storage.join(run_dir, "commits", "pages")
     wanted = None if partitions is None else set(partitions)
     seen = set()
-    for path in storage.list_files(folder):
-        inside = path.split("/commits/pages/", 1)[-1]
-        source, _, name = inside.removesuffix(".json").partition("/")
-        ours = inside.endswith(".json") and not inside.rpartition("/")[2].startswith(".")
-        if not ours or (wanted is not None and (source, name) not in wanted):
+    for source, name in pieces(run_dir):
+        if wanted is not None and (source, name) not in wanted:
             continue
+        path = commit_path(run_dir, "pages", source, name)
         entry = storage.read_json(path)
         if (entry.get("source"), entry.get("partition")) != (source, name):
             raise QuernError(f"{path}: this commit is of {entry.get('source')}/{entry.get('partition')}")
@@ -72,6 +71,7 @@ def committed(
         yield source, name, entry
     missing = sorted((wanted or set()) - seen)
     if missing:
+        folder = storage.join(run_dir, "commits", "pages")
         raise QuernError(f"{folder}: no commit of {'/'.join(missing[0])} ({len(missing)} missing)")
 
 
@@ -118,15 +118,15 @@ def build_stats(
         seconds.update(counts.get("stage_seconds", {}))
         cpu_seconds += counts.get("cpu_seconds", 0.0)
     removed = _removed(duplicates, sources)
-    _check_decisions(run_dir, removed)
+    kinds = sum(map(Counter, removed.values()), Counter[str]())
+    _check_decisions(run_dir, kinds)
     for source, table in sources.items():
         table |= {"duplicates": removed.get(source, {}), "tokens": None}
         table["unique"] = table["kept"] - sum(table["duplicates"].values())
-    kinds = sum(map(Counter, removed.values()), Counter[str]())
     token_counts = None if tokens is None else _count_tokens(tokens, sources)
     return {
         "format": STATS_FORMAT,
-        **{key: dict(sorted(value.items())) if key in _TABLES else value for key, value in totals.items()},
+        **_sorted_tables(totals),
         "unique": totals["kept"] - kinds.total(),
         "sources": {name: _sorted_tables(sources[name]) for name in sorted(sources)},
         "alarms": all_alarms({"duplicates": duplicates}),
@@ -211,10 +211,9 @@ def _removed(duplicates: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[
     return {source: kinds for source, kinds in removed.items() if kinds}
 
 
-def _check_decisions(run_dir: str, removed: Mapping[str, Mapping[str, int]]) -> None:
+def _check_decisions(run_dir: str, reported: Counter[str]) -> None:
     """The report of duplicates and the stored decisions count the same documents of every kind."""
     path = storage.join(run_dir, DECISIONS)
-    reported = sum(map(Counter, removed.values()), Counter[str]())
     stored: Counter[str] = Counter()
     if storage.exists(path):
         for batch in read_batches(path, ["kind"]):

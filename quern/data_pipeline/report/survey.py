@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quern import storage
+from quern.data_pipeline.execution.commits import table_path
 from quern.data_pipeline.page.document import HASH
 from quern.data_pipeline.page.keys import contains, places
 from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
@@ -208,7 +208,7 @@ class _Scan:
 
     def verdicts(self, source: str, name: str, num_pages: int) -> None:
         """Count a partition's verdicts, and choose samples by the keyed hash of doc_id: the smallest of a stratum."""
-        path = _verdicts(self.run_dir, source, name)
+        path = table_path(self.run_dir, "verdicts", source, name)
         with open_table(path, missing=_GONE) as table:
             rows_there = table.metadata.num_rows
             if rows_there != num_pages:
@@ -273,7 +273,7 @@ class _Scan:
     def texts(self, source: str, name: str) -> int:
         """Measure the lengths of a partition's stored texts; return how many bytes of text were read."""
         num_bytes = 0
-        path = _documents(self.run_dir, source, name)
+        path = table_path(self.run_dir, "documents", source, name)
         for batch in read_batches(path, ["doc_id", "text", "kept"], TEXT_BATCH_ROWS, missing=_GONE):
             text = batch.column("text")
             num_bytes += text.nbytes
@@ -318,18 +318,16 @@ def _load(run_dir: str, places: Sequence[_Place]) -> dict[_Place, tuple[dict[str
     loaded: dict[_Place, tuple[dict[str, Any], str | None]] = {}
     for source, name in sorted({place[:2] for place in places}):
         rows = [place[2] for place in places if place[:2] == (source, name)]
-        verdicts = _take(_verdicts(run_dir, source, name), rows, None)
+        verdicts = _take(table_path(run_dir, "verdicts", source, name), rows, None)
         by_id = {verdict["doc_id"]: place for verdict, place in zip(verdicts, rows, strict=True)}
-        texts: dict[bytes, str | None] = {}
-        path = _documents(run_dir, source, name)
+        path = table_path(run_dir, "documents", source, name)
         at = []
         first = 0
         keys = np.sort(id_keys(pa.array(sorted(by_id), HASH)))
         for batch in read_batches(path, ["doc_id"], BATCH_ROWS, missing=_GONE):
             at += [first + int(i) for i in np.flatnonzero(contains(keys, id_keys(batch.column(0))))]
             first += batch.num_rows
-        for document in _take(path, at, ["doc_id", "text"]):
-            texts[document["doc_id"]] = document["text"]
+        texts = {document["doc_id"]: document["text"] for document in _take(path, at, ["doc_id", "text"])}
         for verdict, row in zip(verdicts, rows, strict=True):
             loaded[source, name, row] = (verdict, texts.get(verdict["doc_id"]))
     return loaded
@@ -347,11 +345,3 @@ def _take(path: str, rows: Sequence[int], columns: list[str] | None) -> list[dic
                 taken += table.read_row_group(group, columns).take(inside).to_pylist()
             first += size
     return taken
-
-
-def _verdicts(run_dir: str, source: str, name: str) -> str:
-    return storage.join(run_dir, "verdicts", source, f"{name}.parquet")
-
-
-def _documents(run_dir: str, source: str, name: str) -> str:
-    return storage.join(run_dir, "documents", source, f"{name}.parquet")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable, Iterable
 
 import cchardet
 
@@ -144,36 +145,23 @@ def _decode(payload: bytes, header_charset: str | None, is_html: bool, is_file: 
             text = _strict(payload[len(bom) :], codec) or _with_dirt(payload[len(bom) :], codec)
             if text is not None:
                 return text, codec if codec.startswith("utf-32") else _NAMES[codec]
-    labels = [header_charset] if header_charset else []
     text = _strict(payload, "utf-8")
-    if text is not None:
-        if b"\x1b" in payload and text.isascii():
-            escaped = _first_fitting(
-                payload, _codecs([*labels, *_declared(payload, is_html, is_file)]), ("iso2022_jp",)
-            )
-            if escaped is not None:
-                return escaped
+    if text is not None and not (b"\x1b" in payload and text.isascii()):
         return text, "utf-8"
-    text = _with_dirt(payload, "utf-8")
+    named = _codecs([*([header_charset] if header_charset else []), *_declared(payload, is_html, is_file)])
     if text is not None:
-        return text, "utf-8"
-    candidates = _codecs([*labels, *_declared(payload, is_html, is_file)])
-    decoded = _first_fitting(payload, candidates)
+        return _first_fitting(payload, [codec for codec in named if codec == "iso2022_jp"]) or (text, "utf-8")
+
+    def western(most: int | None = None) -> list[str]:
+        return ["cp1252"] if is_file and _has_few_strange_bytes(payload, most) else []
+
+    decoded = _first_fitting(payload, ["utf-8"], _with_dirt) or _first_fitting(payload, named)
+    decoded = decoded or _first_fitting(payload, western(_EVIDENCE))
     if decoded is not None:
         return decoded
-    if is_file and _has_few_strange_bytes(payload, _EVIDENCE) and (text := _strict(payload, "cp1252")) is not None:
-        return text, _NAMES["cp1252"]
     guessed = _detect(payload)
-    decoded = _first_fitting(payload, guessed)
-    if decoded is not None:
-        return decoded
-    for codec in dict.fromkeys([*candidates, *guessed]):
-        text = _with_dirt(payload, codec)
-        if text is not None:
-            return text, _NAMES[codec]
-    if is_file and _has_few_strange_bytes(payload) and (text := _strict(payload, "cp1252")) is not None:
-        return text, _NAMES["cp1252"]
-    return None
+    decoded = _first_fitting(payload, guessed) or _first_fitting(payload, [*named, *guessed], _with_dirt)
+    return decoded or _first_fitting(payload, western())
 
 
 def _has_few_strange_bytes(payload: bytes, most: int | None = None) -> bool:
@@ -181,16 +169,6 @@ def _has_few_strange_bytes(payload: bytes, most: int | None = None) -> bool:
     if most is not None and high > most:
         return False
     return high * _FEW <= len(payload) and len(payload.translate(None, _CONTROLS)) == len(payload)
-
-
-def _first_fitting(payload: bytes, candidates: list[str], only: tuple[str, ...] = ()) -> tuple[str, str] | None:
-    for codec in candidates:
-        if codec == "utf-8" or (only and codec not in only):
-            continue
-        text = _strict(payload, codec)
-        if text is not None:
-            return text, _NAMES[codec]
-    return None
 
 
 def _codecs(labels: list[str]) -> list[str]:
@@ -241,6 +219,14 @@ def _with_dirt(payload: bytes, codec: str) -> str | None:
 
 def _beyond_ascii(text: str) -> int:
     return len(text) - len(text.encode("ascii", "ignore"))
+
+
+def _first_fitting(
+    payload: bytes, candidates: Iterable[str], read: Callable[[bytes, str], str | None] = _strict
+) -> tuple[str, str] | None:
+    """The text by the first codec with which ``read`` gives one, and the codec's name."""
+    texts = ((read(payload, codec), codec) for codec in dict.fromkeys(candidates))
+    return next(((text, _NAMES[codec]) for text, codec in texts if text is not None), None)
 
 
 def _detect(payload: bytes) -> list[str]:

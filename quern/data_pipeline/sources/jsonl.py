@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from quern import storage
 from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
@@ -28,7 +29,7 @@ def read_jsonl(
     ``read.too_deep``, ``read.not_an_object``, ``read.no_field``, ``read.null_text``, ``read.wrong_type``.
     """
     with storage.open_read(path, fingerprint) as file:
-        stream = pieces(file, lambda offset, why: log.damaged(path, offset, why))
+        stream = pieces(file, partial(log.damaged, path))
         for number, (offset, length, parts) in enumerate(_lines(stream, source.max_bytes)):
             if parts is not None and all(not part or part.isspace() for part in parts):
                 continue

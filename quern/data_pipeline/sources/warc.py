@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 from quern import storage
@@ -59,9 +60,7 @@ def read_warc(
     there, and the edges of the range when it has been read.
     """
     with storage.open_read(path, fingerprint) as file:
-        records = Records(
-            file, path, lambda offset, why: log.damaged(path, offset, why), max_bytes, part=part, tick=log.tick
-        )
+        records = Records(file, path, partial(log.damaged, path), max_bytes, part=part, tick=log.tick)
         for record in records:
             if record.type in PAGE_TYPES:
                 yield _page(record, path, relative_path, source, max_bytes)

@@ -18,6 +18,7 @@ from quern.data_pipeline.dedup.bands import band_keys
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
+from quern.data_pipeline.dedup.verify import could_match
 from quern.data_pipeline.page.document import HASH, SIGNATURE_SCHEMA, Page, content_hash
 from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of
 from quern.data_pipeline.page.url import canonicalize, url_key
@@ -181,11 +182,10 @@ class _Bands:
         documents = np.unique(np.concatenate(found))
         starts = self.sketches.starts
         sizes = starts[documents + 1] - starts[documents]
-        possible = documents[np.minimum(sizes, len(shingles)) / np.maximum(sizes, len(shingles)) >= self._threshold]
+        possible = documents[could_match(sizes, np.array(len(shingles)), self._threshold)]
         for document in possible.tolist():
             own = self.sketches.shingles[starts[document] : starts[document + 1]]
-            place = np.minimum(np.searchsorted(shingles, own), len(shingles) - 1)
-            common = int(np.count_nonzero(shingles[place] == own))
+            common = int(np.count_nonzero(contains(shingles, own)))
             if common / (len(own) + len(shingles) - common) >= self._threshold:
                 return True
         return False

@@ -18,16 +18,13 @@ from pydantic import Field, field_validator, model_validator
 from quern import storage
 from quern.config import Section
 from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.page.memo import Memo
+from quern.data_pipeline.stages.quality.words import UNSPACED_LANGUAGES
 from quern.errors import InputError
 
 __all__ = ["Lexicon", "Toxicity", "ToxicityConfig", "read_lexicon"]
 
-#: Written without spaces: a term is any stretch of characters, and density is hits a character.
-SPACELESS = frozenset({"bo", "dz", "ja", "km", "lo", "my", "th", "wuu", "yue", "zh"})
-
 _WORD = regex.compile(r"[\p{L}\p{M}\p{N}]++(?:['’][\p{L}\p{M}\p{N}]++)*+")
-#: Bounds of what is remembered of words; when it is full it is emptied, which costs time and changes nothing.
-_MAX_KEPT, _MAX_KEPT_CHARS = 1 << 17, 40
 #: The half-width voicing marks are letters that normalisation makes marks of.
 _MARKS = regex.compile(r"[\p{M}\uff9e\uff9f]{30}(?=[\p{M}\uff9e\uff9f])")
 _BETWEEN_WORDS = re.compile(r"[\s\-‐‑.,'’]*")
@@ -84,19 +81,8 @@ def _fold(text: str) -> str:
     return unicodedata.normalize("NFKC", text).casefold()
 
 
-class _Words(dict[str, tuple[str, ...]]):
-    """What stands between white space → its words; no word reaches across it, so each is looked at once."""
-
-    def __missing__(self, chunk: str) -> tuple[str, ...]:
-        words = tuple(_WORD.findall(chunk))
-        if len(chunk) <= _MAX_KEPT_CHARS:
-            if len(self) >= _MAX_KEPT:
-                self.clear()
-            self[chunk] = words
-        return words
-
-
-_WORDS = _Words()
+_WORDS: Memo[str, tuple[str, ...]] = Memo(lambda chunk: tuple(_WORD.findall(chunk)), 1 << 17, 40)
+"""What stands between white space → its words; no word reaches across it, so each is looked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +191,7 @@ def read_lexicon(path: str, language: str) -> Lexicon:
 
 
 def _make_lexicon(text: str, language: str) -> Lexicon:
-    spaceless = language in SPACELESS
+    spaceless = language in UNSPACED_LANGUAGES  # a term is any stretch of characters, and density is hits a character
     terms = set()
     longest: dict[str, int] = {}
     for line in text.splitlines():

@@ -100,9 +100,8 @@ def select(
             return _standing(asked, root, parameters)
         tasks = [[partition.name, [file.path for file in partition.files]] for _, partition in files]
         scratch = _scratch(root, {**{name: parameters[name] for name in parameters if name != "keep"}, "tasks": tasks})
-        fence = Fence.claim(
-            storage.join(scratch, "driver.json")
-        )  # also without Ray: workers of a killed driver may live
+        # also without Ray: workers of a killed driver may live
+        fence = Fence.claim(storage.join(scratch, "driver.json"))
         engine: Engine = InProcess()
         if workers != 1 or address is not None:
             engine = stack.enter_context(open_engine(workers, address, fence))

@@ -13,6 +13,8 @@ import unicodedata
 
 import regex
 
+from quern.data_pipeline.page.memo import Memo
+
 __all__ = ["emitted", "split_emitted", "words"]
 
 _SPACELESS = regex.compile(
@@ -20,13 +22,9 @@ _SPACELESS = regex.compile(
 )
 
 
-class _Emitted(dict[int, str]):
-    """Code point → what it becomes, a space for a separator; the table of ``str.translate``."""
-
-    def __missing__(self, code: int) -> str:
-        folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", chr(code)).casefold())
-        self[code] = value = "".join(map(_part, folded))
-        return value
+def _emit(code: int) -> str:
+    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", chr(code)).casefold())
+    return "".join(map(_part, folded))
 
 
 def _part(character: str) -> str:
@@ -38,7 +36,8 @@ def _part(character: str) -> str:
     return f" {character} " if _SPACELESS.match(character) else character
 
 
-_EMITTED = _Emitted()
+_EMITTED: Memo[int, str] = Memo(_emit)
+"""Code point → what it becomes, a space for a separator; the table of ``str.translate``."""
 
 
 def emitted(code: int) -> str:

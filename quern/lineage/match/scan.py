@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 
+from quern.data_pipeline.dedup.rows import key_starts
 from quern.errors import InputError, QuernError
 from quern.lineage.match.index import GramIndex, Grams, gram_keys
 from quern.lineage.match.pieces import Pieces, Words, flat_index, token_bytes
@@ -253,12 +254,10 @@ def _by_item(hits: Hits, documents: np.ndarray, index: GramIndex, stream: int, o
     order = np.lexsort((hits.starts[of], items, documents))
     of, items, documents, grams = of[order], items[order], documents[order], grams[order]
     starts, stops = hits.starts[of], hits.stops[of]
-    new = np.ones(len(of), bool)
-    new[1:] = (documents[1:] != documents[:-1]) | (items[1:] != items[:-1])
+    new = key_starts(documents, items)
     group = np.cumsum(new) - 1
     pairs = np.lexsort((grams, group))
-    different = np.ones(len(of), bool)
-    different[1:] = (np.diff(group[pairs]) != 0) | (np.diff(grams[pairs]) != 0)
+    different = key_starts(group[pairs], grams[pairs])
     num_grams = np.bincount(group[pairs][different], minlength=1)
     # Spans of a group by start: one that begins behind all before it opens a new one.
     reach = _running_max(stops, group)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+
+from quern.data_pipeline.page.memo import Memo
 
 __all__ = ["I64", "Features"]
 
@@ -29,18 +31,6 @@ _WHOLE_CHARS, _PIECE_WORDS = 1 << 20, 1 << 17
 #: Words that are remembered, their characters, and binary logarithm of the number of pairs (16 bytes each).
 _WORDS, _CHARS, _PAIR_BITS = 1 << 19, 1 << 25, 22
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-class _Ids(dict[str, int]):
-    """The number of a word; ``add`` gives a new one its own."""
-
-    def __init__(self, add: Callable[[str], int]) -> None:
-        super().__init__()
-        self._add = add
-
-    def __missing__(self, word: str) -> int:
-        self[word] = number = self._add(word)
-        return number
 
 
 class Features:
@@ -56,7 +46,7 @@ class Features:
         self._pairs.fill(-1)
         self._words: list[bytes] = []
         self._buckets, self._chars = array("q"), 0
-        self._ids = _Ids(self._add)
+        self._ids: Memo[str, int] = Memo(self._add)
 
     def _add(self, word: str) -> int:
         """The number of a new word."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from quern import storage
+from quern.data_pipeline.execution.run_directory import read_record
 from quern.data_pipeline.page.keys import keys_of
 from quern.errors import InputError
 from quern.tokenize.corpus_version import read_streams
@@ -165,9 +166,7 @@ def _file_dtype(format: Format, reader: ShardReader) -> str:
 
 
 def _run_id(reader: ShardReader) -> str | None:
-    path = os.path.join(os.path.dirname(reader.root), "run.json")
-    record = storage.read_json(path) if os.path.exists(path) else None
-    ident = record.get("id") if isinstance(record, dict) else None
+    ident = (read_record(os.path.dirname(reader.root)) or {}).get("id")
     return ident if isinstance(ident, str) else None
 
 

@@ -207,7 +207,7 @@ def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
             for batch in _batches(file, sidecar, job.eot):
                 counts["held_bytes"] += int(batch.lengths.sum()) * file.dtype.itemsize
                 _take(job, shards, table, file, relative, batch, rows, counts)
-        shards.end_file()
+        shards.close()
         sha256 = file.finish()
         if sidecar is not None:
             _settle(sidecar, rows, path, sha256)

@@ -51,18 +51,14 @@ class Shards:
             self._tokens += end - place
             first, place = last, end
             if self._tokens >= self._most:
-                self._close()
+                self.close()
 
-    def _close(self) -> None:
-        assert self._writer is not None
-        # documents stand as in their files, not by place key: a look-up must try every shard
-        self._infos.append(self._writer.finish(first_key=0, last_key=_LAST_KEY))
-        self._writer = None
-
-    def end_file(self) -> None:
-        """Close the shard that is open: files and shards can be told from each other by name."""
+    def close(self) -> None:
+        """Close the shard that is open, if one is; at the end of a file, so that no shard has documents of two."""
         if self._writer is not None:
-            self._close()
+            # documents stand as in their files, not by place key: a look-up must try every shard
+            self._infos.append(self._writer.finish(first_key=0, last_key=_LAST_KEY))
+            self._writer = None
 
     @property
     def infos(self) -> tuple[ShardInfo, ...]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from quern import storage
 from quern.data_pipeline.dedup.passes.facts import read_rows
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
+from quern.data_pipeline.execution.commits import table_path
 from quern.data_pipeline.page.keys import keys_of, places
 from quern.errors import QuernError
 from quern.storage.parquet import read_batches
@@ -64,7 +65,7 @@ def choose(
     kept_flags, ids = [], []
     for source, partition in partitions:
         own, kept = [], []
-        for batch in read_batches(_documents(run_dir, source, partition), ["doc_id", "kept"], _JOIN_ROWS):
+        for batch in read_batches(table_path(run_dir, "documents", source, partition), ["doc_id", "kept"], _JOIN_ROWS):
             kept.append(batch["kept"].to_numpy(zero_copy_only=False))
             own.append(keys_of(batch["doc_id"])[kept[-1]])
         kept_flags.append(np.concatenate([np.empty(0, bool), *kept]))
@@ -101,7 +102,7 @@ def chosen_documents(
     """(doc_id, text, choice) of the partition's chosen documents, in file order, a few hundred texts at once."""
     flags = np.frombuffer(storage.read_bytes(_choice_path(scratch, source, partition)), np.uint8)
     wanted = flags != LEFT_OUT if only is None else flags == only
-    for doc_ids, texts, choices in marked_texts(_documents(run_dir, source, partition), flags, wanted):
+    for doc_ids, texts, choices in marked_texts(table_path(run_dir, "documents", source, partition), flags, wanted):
         yield from zip(doc_ids, texts, choices.tolist(), strict=True)
 
 
@@ -121,10 +122,6 @@ def marked_texts(
         first += len(batch)
     if first != len(marks):
         raise QuernError(f"{path}: has {first} rows, {len(marks)} when its documents were looked up; start again")
-
-
-def _documents(run_dir: str, source: str, partition: str) -> str:
-    return storage.join(run_dir, "documents", source, f"{partition}.parquet")
 
 
 def _choice_path(scratch: str, source: str, partition: str) -> str:

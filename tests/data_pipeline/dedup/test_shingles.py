@@ -89,10 +89,8 @@ def test_a_text_without_any_space_is_cut_only_where_a_block_ends():
 def test_full_caches_change_nothing(monkeypatch):
     texts = [f"Word{i} caf\u00e9{i % 7} {i}.{i} \u6c34{chr(0x4E00 + i)}" for i in range(200)]
     expected = [hash_words(text).tolist() for text in texts]
-    monkeypatch.setattr(module, "_MAX_CHARACTERS", 3)
-    monkeypatch.setattr(module, "_MAX_WORDS", 2)
-    monkeypatch.setattr(module, "_MAX_CHUNKS", 2)
-    for cache in (module._CHARACTERS, module._WORDS, module._CHUNKS):
+    for cache, most in ((module._CHARACTERS, 3), (module._WORDS, 2), (module._CHUNKS, 2)):
+        monkeypatch.setattr(cache, "max_entries", most)
         cache.clear()
     assert [hash_words(text).tolist() for text in texts] == expected
     assert len(module._CHARACTERS) <= 3

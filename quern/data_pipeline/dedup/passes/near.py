@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,6 @@ from quern.data_pipeline.dedup.bands import (
     MAX_SIZE,
     MEMBER,
     PAIR,
-    BandStats,
     band_keys,
     propose,
     ranks_of,
@@ -22,7 +21,7 @@ from quern.data_pipeline.dedup.bands import (
     unique_pairs,
 )
 from quern.data_pipeline.dedup.exact import scope_words
-from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank
+from quern.data_pipeline.dedup.exchange import Slice, bucket_of_key, bucket_of_rank
 from quern.data_pipeline.dedup.passes.order import NUMBERED, read_documents
 from quern.data_pipeline.dedup.passes.signature_table import signature_batches
 from quern.data_pipeline.dedup.rows import key_starts, made_of
@@ -132,19 +131,12 @@ def propose_pairs(work: DedupInputs, index: int, part: Slice, buckets: int) -> D
         return [whole] if whole is not None else part.blocks(MEMBER, work.max_records)
 
     whole = repeated(part.read(MEMBER)) if part.records <= work.max_records else None
-    proposals = propose(blocks, work.config.max_band_members, work.max_records)
-    stats = _drain(proposals, writer, buckets)
-    return Done((stats.shared, stats.capped, stats.largest), {"pairs": writer.close()})
 
-
-def _drain(proposals: Generator[np.ndarray, None, BandStats], writer: Writer, buckets: int) -> BandStats:
-    while True:
-        try:
-            pairs = next(proposals)
-        except StopIteration as end:
-            stats: BandStats = end.value
-            return stats
+    def write(pairs: np.ndarray) -> None:
         writer.add(pairs, bucket_of_rank(pairs["high"], buckets))
+
+    stats = propose(blocks, work.config.max_band_members, work.max_records, write)
+    return Done((stats.shared, stats.capped, stats.largest), {"pairs": writer.close()})
 
 
 def select_candidates(work: DedupInputs, index: int, part: Slice, buckets: int) -> Done:

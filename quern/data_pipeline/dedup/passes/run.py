@@ -112,7 +112,7 @@ def run(
     counts = [count for (count,) in stages.run(read_facts, [(work, place) for place in places], "read").numbers]
     documents = sum(counts)
     found = PassResults()
-    removed, clusters, largest = np.empty((0, 4), dtype=np.int64), 0, 0
+    members = None
     if documents:
         band_rows = records_per_task * RECORD_BYTES // MEMBER.itemsize  # a file of them
         shards = _shards(places, counts, max(band_rows // config.bands, 1))
@@ -123,9 +123,7 @@ def run(
         if config.near:
             near(stages, work, shards, found)
         members = cluster(stages, work, found)
-        removed, clusters, largest = write_rows(stages, work, members, found)
-    else:
-        write_rows(stages, work, None, found)
+    removed, clusters, largest = write_rows(stages, work, members, found)
     per_source: Counter[str] = Counter()
     for place, count in zip(places, counts, strict=True):
         per_source[sources[place.source]] += count

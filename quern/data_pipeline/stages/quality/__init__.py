@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -30,21 +31,9 @@ __all__ = [
 
 Family = Literal["repetition", "gopher", "c4", "fineweb"]
 
-_MEASURES: dict[str, tuple[str, ...]] = {
-    "repetition": repetition.MEASURES,
-    "gopher": gopher.MEASURES,
-    "c4": c4.MEASURES,
-    "fineweb": fineweb.MEASURES,
-}
+_FAMILIES: dict[str, ModuleType] = {"repetition": repetition, "gopher": gopher, "c4": c4, "fineweb": fineweb}
 #: The rule that a text fails of which C4's rules for lines leave nothing, where it fails no other.
 EMPTIED = "c4.no_line_left"
-
-_DECIDE: dict[str, Callable[[Mapping[str, float | None], Any], list[str]]] = {
-    "repetition": repetition.decide,
-    "gopher": gopher.decide,
-    "c4": c4.decide,
-    "fineweb": fineweb.decide,
-}
 
 
 class QualityConfig(Section):
@@ -102,7 +91,7 @@ def decide(measures: Mapping[str, float | None], config: QualityConfig) -> list[
     own (``repetition.empty``, ``fineweb.empty``), and one of which C4 leaves no line by :data:`EMPTIED` where no other
     rule fails. ``config.action`` is not looked at.
     """
-    rules = [rule for family in config.order for rule in _DECIDE[family](measures, getattr(config, family))]
+    rules = [rule for family in config.order for rule in _FAMILIES[family].decide(measures, getattr(config, family))]
     emptied = "c4" in config.order and config.c4.rewrite and measures.get("c4.num_kept_lines") == 0
     return rules or [EMPTIED] * emptied
 
@@ -114,7 +103,7 @@ class Quality:
 
     def __init__(self, config: QualityConfig) -> None:
         self.config = config
-        self.measures: tuple[str, ...] = tuple(name for family in config.order for name in _MEASURES[family])
+        self.measures: tuple[str, ...] = tuple(name for family in config.order for name in _FAMILIES[family].MEASURES)
 
     def __call__(self, page: Page) -> Page:
         measures, text = measure(page.text or "", self.config, page.language)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from quern.config import Section
+from quern.data_pipeline.stages.quality.gopher import outside
 from quern.data_pipeline.stages.quality.words import Reading
 
 __all__ = ["MEASURES", "C4Config", "decide", "measure"]
@@ -125,8 +126,4 @@ def decide(measures: Mapping[str, float | None], config: C4Config) -> list[str]:
     """
     wanted = (("c4.lorem_ipsum", config.lorem_ipsum), ("c4.curly_bracket", config.curly_bracket))
     found = {rule: line for rule, is_on in wanted if is_on and (line := measures.get(rule) or 0) > 0}
-    failed = sorted(found, key=found.__getitem__)
-    sentences = measures.get("c4.num_sentences")
-    if config.min_sentences is not None and sentences is not None and sentences < config.min_sentences:
-        failed.append("c4.num_sentences")
-    return failed
+    return sorted(found, key=found.__getitem__) + outside(measures, [("c4.num_sentences", config.min_sentences, None)])

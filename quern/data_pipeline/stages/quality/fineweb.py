@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from quern.config import Section
+from quern.data_pipeline.stages.quality.gopher import outside
 from quern.data_pipeline.stages.quality.repetition import second_and_later
 from quern.data_pipeline.stages.quality.words import TERMINAL_PUNCTUATION, Reading
 
@@ -64,17 +65,12 @@ def measure(reading: Reading, *, short_line_length: int = 30) -> dict[str, float
 
 def decide(measures: Mapping[str, float | None], config: FinewebConfig) -> list[str]:
     """The failed rules in datatrove's order, from measures alone. A measure of None (or NaN) fails nothing."""
-    failed = ["fineweb.empty"] if measures.get("fineweb.empty") == 1.0 else []
-    marks, least = measures.get("fineweb.line_punct_ratio"), config.line_punct_ratio
-    excused = marks == 0 and config.line_punct_exclude_zero
-    if marks is not None and least is not None and marks < least and not excused:
-        failed.append("fineweb.line_punct_ratio")
-    for name, most in (
-        ("fineweb.short_line_ratio", config.short_line_ratio),
-        ("fineweb.char_dup_ratio", config.char_dup_ratio),
-        ("fineweb.list_ratio", config.list_ratio),
-    ):
-        value = measures.get(name)
-        if value is not None and most is not None and value > most:
-            failed.append(name)
-    return failed
+    excused = measures.get("fineweb.line_punct_ratio") == 0 and config.line_punct_exclude_zero
+    limits = (
+        ("fineweb.empty", None, 0),
+        ("fineweb.line_punct_ratio", None if excused else config.line_punct_ratio, None),
+        ("fineweb.short_line_ratio", None, config.short_line_ratio),
+        ("fineweb.char_dup_ratio", None, config.char_dup_ratio),
+        ("fineweb.list_ratio", None, config.list_ratio),
+    )
+    return outside(measures, limits)

@@ -16,7 +16,7 @@ Two dialects, because the implementations of one paragraph of that paper do not 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from quern.config import Section
 from quern.data_pipeline.stages.quality.words import PUNCTUATION, Reading
 
-__all__ = ["MEASURES", "Dialect", "GopherConfig", "decide", "measure", "words_of"]
+__all__ = ["MEASURES", "Dialect", "GopherConfig", "decide", "measure", "outside", "words_of"]
 
 Dialect = Literal["datatrove", "paper"]
 
@@ -142,8 +142,7 @@ def decide(measures: Mapping[str, float | None], config: GopherConfig) -> list[s
 
     A text without words still fails ``gopher.num_words`` while ``min_words`` is at least 1.
     """
-    failed = []
-    for name, low, high in (
+    limits = (
         ("gopher.num_words", config.min_words, config.max_words),
         ("gopher.mean_word_length", config.min_mean_word_length, config.max_mean_word_length),
         ("gopher.hash_ratio", None, config.max_hash_ratio),
@@ -152,8 +151,17 @@ def decide(measures: Mapping[str, float | None], config: GopherConfig) -> list[s
         ("gopher.ellipsis_line_frac", None, config.max_ellipsis_line_frac),
         ("gopher.alpha_word_frac", config.min_alpha_word_frac, None),
         ("gopher.num_stop_words", config.min_stop_words, None),
-    ):
-        value = measures.get(name)
-        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
-            failed.append(name)
-    return failed
+    )
+    return outside(measures, limits)
+
+
+def outside(
+    measures: Mapping[str, float | None], limits: Iterable[tuple[str, float | None, float | None]]
+) -> list[str]:
+    """The names of ``limits`` (name, least, most) whose measure lies outside of them; None (or NaN) never does."""
+    found = ((name, measures.get(name), low, high) for name, low, high in limits)
+    return [
+        name
+        for name, value, low, high in found
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high))
+    ]

@@ -30,7 +30,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from quern.config import Section
-from quern.data_pipeline.stages.quality.gopher import Dialect, words_of
+from quern.data_pipeline.dedup.rows import key_starts, repeats
+from quern.data_pipeline.page.keys import contains
+from quern.data_pipeline.stages.quality.gopher import Dialect, outside, words_of
 from quern.data_pipeline.stages.quality.words import Reading
 
 __all__ = ["MEASURES", "RepetitionConfig", "decide", "measure", "second_and_later"]
@@ -117,25 +119,20 @@ def measure(reading: Reading, *, dialect: Dialect = "datatrove") -> dict[str, fl
         measures[f"repetition.dup_{kind}_frac"] = repeats / len(segments) if segments else None
         measures[f"repetition.dup_{kind}_char_frac"] = repeated_chars / num_chars if num_chars else None
     grams = _Grams(words_of(reading, dialect))
+    below = grams.num_chars if dialect == "paper" else len(text)
     for n in _TOP:
         top = grams.top_covered(n) if dialect == "paper" else grams.top_chars(n)
-        below = grams.num_chars if dialect == "paper" else len(text)
         measures[f"repetition.top_{n}gram_char_frac"] = top / below if top is not None and below else None
     for n in _DUPLICATE:
         chars = grams.duplicates_covered(n) if dialect == "paper" else grams.duplicates_walked(n)
-        below = grams.num_chars if dialect == "paper" else len(text)
         measures[f"repetition.dup_{n}gram_char_frac"] = chars / below if below else None
     return measures
 
 
 def decide(measures: Mapping[str, float | None], config: RepetitionConfig) -> list[str]:
     """The failed rules in datatrove's order, from measures alone. A measure of None (or NaN) fails nothing."""
-    failed = ["repetition.empty"] if measures.get("repetition.empty") == 1.0 else []
-    for name in MEASURES[1:]:
-        value, most = measures.get(name), getattr(config, name.removeprefix("repetition."))
-        if value is not None and most is not None and value > most:
-            failed.append(name)
-    return failed
+    limits = ((name, None, getattr(config, name.removeprefix("repetition."))) for name in MEASURES[1:])
+    return outside(measures, [("repetition.empty", None, 0), *limits])
 
 
 def second_and_later(segments: Sequence[str]) -> tuple[int, int]:
@@ -203,7 +200,7 @@ class _Grams:
             ends = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
             counts = np.diff(ends, prepend=-1)
             most = int(counts.max())
-            first = int(places[np.argmax(_is_in(hashes, ordered[ends[counts == most]]))])
+            first = int(places[np.argmax(contains(ordered[ends[counts == most]], hashes))])
         return (int(self.ends[first + n - 1] - self.starts[first]) + n - 1) * most
 
     def top_covered(self, n: int) -> int | None:
@@ -213,7 +210,8 @@ class _Grams:
         places, hashes = self.repeated_sequences(n)
         if not len(places):
             return 0
-        counts = _counts(hashes)
+        _, inverse, numbers = np.unique(hashes, return_inverse=True, return_counts=True)
+        counts = numbers[inverse]
         lengths = self.ends[places + n - 1] - self.starts[places]
         longest = int(np.argmax(np.where(counts == counts.max(), lengths, -1)))
         return self._covered(places[hashes == hashes[longest]], n)
@@ -318,27 +316,11 @@ def _repeated(values: Hashes) -> Ints:
         candidates = values[places]
         ordered = np.sort(candidates)
         repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-        return places[_is_in(candidates, repeated)] if len(repeated) else places[:0]
+        return places[contains(repeated, candidates)]
     order = np.argsort(values, kind="stable").astype(np.int32)
-    same = np.zeros(len(values) + 1, np.bool_)
-    ordered = values[order]
-    np.equal(ordered[1:], ordered[:-1], out=same[1:-1])
-    places = order[same[1:] | same[:-1]].astype(np.int64)
+    places = order[repeats(key_starts(values[order]))].astype(np.int64)
     places.sort()
     return places
-
-
-def _is_in(values: Hashes, ordered: Hashes) -> NDArray[np.bool_]:
-    """Which values are in a sorted array that is not empty."""
-    places = np.searchsorted(ordered, values)
-    places[places == len(ordered)] = 0
-    return np.asarray(ordered[places] == values, np.bool_)
-
-
-def _counts(values: Hashes) -> Ints:
-    """How often each value occurs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray(counts[inverse], np.int64)
 
 
 @cache
