@@ -93,7 +93,7 @@ def estimate(step: Step, hardware: Hardware, moment_bytes: int = 4) -> StepTime:
     parts = dict(slowest.busy)
     for part, value in slowest.after.items():
         parts[part] = parts.get(part, 0.0) + value
-    parts["bubble"] = whole - total(parts)
+    parts["bubble"] = max(0.0, whole - total(parts))  # or the last bit of a sum
     tokens = plan.dp_size * layout.micro_batch * layout.seq_len * number
     speed = tokens / whole / plan.world_size
     full, causal = (
