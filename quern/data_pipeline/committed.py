@@ -16,7 +16,7 @@ from quern.data_pipeline.execution.commits import TABLES, commit_path
 from quern.data_pipeline.execution.run_directory import read_record
 from quern.errors import InputError
 
-__all__ = ["Committed", "missing_tables", "named", "pieces", "read_committed"]
+__all__ = ["Committed", "missing_tables", "named", "read_committed"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def read_committed(run: str) -> Committed:
     """
     record = read_record(run) or {}
     tables: dict[str, str | None] = dict.fromkeys(_imported(record))
-    paths = [commit_path(run, "pages", *piece) for piece in pieces(run)]
+    paths = [commit_path(run, "pages", *piece) for piece in _pieces(run)]
     pages = 0
     for path, entry in zip(paths, storage.each(storage.read_json, paths, run), strict=True):
         tables |= _outputs(path, entry)
@@ -56,7 +56,7 @@ def read_committed(run: str) -> Committed:
 def missing_tables(run: str, folders: Collection[str], source: str | None = None) -> list[str]:
     """The sorted paths below the run of committed tables of ``folders`` that are missing. ``source``: its own only."""
     own = [folder for folder in TABLES if folder in folders]
-    wanted = {f"{folder}/{piece[0]}/{piece[1]}.parquet" for piece in pieces(run) for folder in own}
+    wanted = {f"{folder}/{piece[0]}/{piece[1]}.parquet" for piece in _pieces(run) for folder in own}
     wanted |= {path for path in _imported(read_record(run) or {}) if path.split("/")[0] in folders}
     if "duplicates" in folders and storage.is_file(commit_path(run, "duplicates", "all", "decisions")):
         wanted |= {DECISIONS, CLUSTERS}
@@ -72,7 +72,7 @@ def named(missing: Sequence[str]) -> str:
     return missing[0] + (f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else "")
 
 
-def pieces(run: str) -> list[tuple[str, str]]:
+def _pieces(run: str) -> list[tuple[str, str]]:
     """Source and partition of every commit of pages, sorted."""
     names = (path.rsplit("/", 2)[-2:] for path in storage.list_files(storage.join(run, "commits", "pages")))
     return [(own, name.removesuffix(".json")) for own, name in names if name.endswith(".json") and name[0] != "."]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quern.data_pipeline.page.document import Page
-from quern.data_pipeline.page.memo import Memo
 from quern.data_pipeline.stages import toxicity
 from quern.data_pipeline.stages.toxicity import Toxicity, ToxicityConfig, read_lexicon
 from quern.errors import InputError
@@ -247,7 +246,8 @@ def test_words_are_counted_as_in_the_text_as_a_whole(text: str) -> None:
 
 
 def test_what_is_remembered_of_words_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toxicity, "_WORDS", Memo(toxicity._WORDS.answer, 10, 40))
+    monkeypatch.setattr(toxicity._WORDS, "max_entries", 10)
+    toxicity._WORDS.clear()
     lexicon = Toxicity(ToxicityConfig())._lexicons["en"]
     for start in range(0, 100, 20):
         assert lexicon.count(" ".join(f"w{number}" for number in range(start, start + 20)) + " " + "x" * 50) == (0, 21)

@@ -14,9 +14,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from quern import storage
-from quern.data_pipeline.committed import pieces
 from quern.data_pipeline.dedup.schemas import DECISIONS
-from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.monitoring.damage import Damage
 from quern.data_pipeline.report.funnel import PRE_SKIP, all_alarms
 from quern.errors import QuernError
@@ -58,12 +56,15 @@ def committed(
     Raises:
         QuernError: a commit names another partition than its place does, or one of ``partitions`` has no commit.
     """
+    folder = storage.join(run_dir, "commits", "pages")
     wanted = None if partitions is None else set(partitions)
     seen = set()
-    for source, name in pieces(run_dir):
-        if wanted is not None and (source, name) not in wanted:
+    for path in storage.list_files(folder):
+        inside = path.split("/commits/pages/", 1)[-1]
+        source, _, name = inside.removesuffix(".json").partition("/")
+        ours = inside.endswith(".json") and not inside.rpartition("/")[2].startswith(".")
+        if not ours or (wanted is not None and (source, name) not in wanted):
             continue
-        path = commit_path(run_dir, "pages", source, name)
         entry = storage.read_json(path)
         if (entry.get("source"), entry.get("partition")) != (source, name):
             raise QuernError(f"{path}: this commit is of {entry.get('source')}/{entry.get('partition')}")
@@ -71,7 +72,6 @@ def committed(
         yield source, name, entry
     missing = sorted((wanted or set()) - seen)
     if missing:
-        folder = storage.join(run_dir, "commits", "pages")
         raise QuernError(f"{folder}: no commit of {'/'.join(missing[0])} ({len(missing)} missing)")
 
 

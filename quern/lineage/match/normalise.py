@@ -9,6 +9,7 @@ spaces every letter is a word. A word reaches from its first letter or number to
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 
 import regex
@@ -36,7 +37,7 @@ def _part(character: str) -> str:
     return f" {character} " if _SPACELESS.match(character) else character
 
 
-_EMITTED: Memo[int, str] = Memo(_emit)
+_EMITTED: Memo[int, str] = Memo(_emit, sys.maxunicode + 1)
 """Code point → what it becomes, a space for a separator; the table of ``str.translate``."""
 
 

@@ -11,6 +11,7 @@ one place: a pair that another one has displaced is hashed again. So memory is b
 from __future__ import annotations
 
 import re
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -46,7 +47,7 @@ class Features:
         self._pairs.fill(-1)
         self._words: list[bytes] = []
         self._buckets, self._chars = array("q"), 0
-        self._ids: Memo[str, int] = Memo(self._add)
+        self._ids: Memo[str, int] = Memo(self._add, sys.maxsize)  # forgets by itself, see _WORDS
 
     def _add(self, word: str) -> int:
         """The number of a new word."""

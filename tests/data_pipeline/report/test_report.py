@@ -108,7 +108,16 @@ def test_duplicates_and_tokens_must_agree_with_the_pages(made: Any) -> None:
 def test_a_partition_without_commit_and_a_commit_in_the_wrong_place_are_refused(made: Any) -> None:
     with pytest.raises(QuernError, match="no commit of crawl/part-9"):
         report.build_stats(str(made.path), {}, None, [("crawl", "part-9")])
-    (made.path / "commits/pages/crawl/part-0.json").rename(made.path / "commits/pages/crawl/part-7.json")
+    pages = made.path / "commits/pages"
+    copy = pages / "backup/crawl/part-0.json"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes((pages / "crawl/part-0.json").read_bytes())
+    found = [*report.stats.committed(str(made.path), [("crawl", "part-0")])]
+    assert [(source, name) for source, name, _ in found] == [("crawl", "part-0")]  # and not twice
+    with pytest.raises(QuernError, match=r"backup/crawl/part-0\.json: this commit is of crawl/part-0"):
+        made.stats()
+    copy.unlink()
+    (pages / "crawl/part-0.json").rename(pages / "crawl/part-7.json")
     with pytest.raises(QuernError, match="this commit is of crawl/part-0"):
         made.stats()
 

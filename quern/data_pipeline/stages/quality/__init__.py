@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, field_validator
 
@@ -31,7 +30,19 @@ __all__ = [
 
 Family = Literal["repetition", "gopher", "c4", "fineweb"]
 
-_FAMILIES: dict[str, ModuleType] = {"repetition": repetition, "gopher": gopher, "c4": c4, "fineweb": fineweb}
+
+class _Rules(Protocol):
+    """A module of one family's."""
+
+    @property
+    def MEASURES(self) -> Sequence[str]:  # noqa: N802, a constant of a module
+        """What they measure."""
+
+    def decide(self, measures: Mapping[str, float | None], config: Any) -> list[str]:
+        """The rules that fail, from measures alone."""
+
+
+_FAMILIES: dict[str, _Rules] = {"repetition": repetition, "gopher": gopher, "c4": c4, "fineweb": fineweb}
 #: The rule that a text fails of which C4's rules for lines leave nothing, where it fails no other.
 EMPTIED = "c4.no_line_left"
 

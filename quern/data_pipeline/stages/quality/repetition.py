@@ -112,11 +112,11 @@ def measure(reading: Reading, *, dialect: Dialect = "datatrove") -> dict[str, fl
         if dialect == "paper":
             segments = [segment for segment in segments if segment.strip()]
             num_chars = sum(map(len, segments))
-            repeats, repeated_chars = _within_repeated(segments)
+            number, repeated_chars = _within_repeated(segments)
         else:
             num_chars = len(text)
-            repeats, repeated_chars = second_and_later(segments)
-        measures[f"repetition.dup_{kind}_frac"] = repeats / len(segments) if segments else None
+            number, repeated_chars = second_and_later(segments)
+        measures[f"repetition.dup_{kind}_frac"] = number / len(segments) if segments else None
         measures[f"repetition.dup_{kind}_char_frac"] = repeated_chars / num_chars if num_chars else None
     grams = _Grams(words_of(reading, dialect))
     below = grams.num_chars if dialect == "paper" else len(text)
@@ -138,14 +138,14 @@ def decide(measures: Mapping[str, float | None], config: RepetitionConfig) -> li
 def second_and_later(segments: Sequence[str]) -> tuple[int, int]:
     """How many segments repeat an earlier one, and their characters."""
     seen: set[str] = set()
-    repeats = chars = 0
+    number = chars = 0
     for segment in segments:
         if segment in seen:
-            repeats += 1
+            number += 1
             chars += len(segment)
         else:
             seen.add(segment)
-    return repeats, chars
+    return number, chars
 
 
 def _within_repeated(segments: Sequence[str]) -> tuple[int, int]:
