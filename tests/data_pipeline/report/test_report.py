@@ -14,6 +14,7 @@ from rich.console import Console
 
 from quern.data_pipeline.report import stats as report
 from quern.data_pipeline.report.funnel import funnel, print_funnel
+from quern.data_pipeline.report.stats import committed
 from quern.errors import QuernError
 
 
@@ -112,7 +113,7 @@ def test_a_partition_without_commit_and_a_commit_in_the_wrong_place_are_refused(
     copy = pages / "backup/crawl/part-0.json"
     copy.parent.mkdir(parents=True)
     copy.write_bytes((pages / "crawl/part-0.json").read_bytes())
-    found = [*report.stats.committed(str(made.path), [("crawl", "part-0")])]
+    found = [*committed(str(made.path), [("crawl", "part-0")])]
     assert [(source, name) for source, name, _ in found] == [("crawl", "part-0")]  # and not twice
     with pytest.raises(QuernError, match=r"backup/crawl/part-0\.json: this commit is of crawl/part-0"):
         made.stats()
