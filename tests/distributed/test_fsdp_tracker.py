@@ -67,10 +67,10 @@ def judge(step: Step) -> None:
 
 
 CASES = {
-    "tied": step_of(TIED, EIGHT),
     "kept, two micro-batches": step_of(NARROW, EIGHT, 2, vocab=32_000, reshard_after_forward=False),
 }
 LONG = {
+    "tied": step_of(TIED, EIGHT),
     "64 ranks": step_of(ODD, MeshPlan(dp_shard=64), 2),
     "zero 1": step_of(TIED, MeshPlan(dp_shard=64), 2, zero=1, reshard_after_forward=False,
                       activation_checkpointing="full"),

@@ -150,15 +150,17 @@ def test_other_runs_of_one_process_hold_what_the_planner_says(data: str, tmp_pat
         judge(config, 1, [measure(config)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_hold_what_the_planner_says(data: str, tmp_path: Path, kept_ranks: Any) -> None:
     judge_all(TWO, 2, data, tmp_path, kept_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "scaling"), [("none", None), ("selective", None), ("none", "tensorwise"), ("none", "blockwise")]
-)
+    ("policy", "scaling"),
+    [("none", None), *(pytest.param(*own, marks=pytest.mark.long)
+                       for own in (("selective", None), ("none", "tensorwise"), ("none", "blockwise")))],
+)  # fmt: skip
 def test_a_compiled_block_keeps_what_the_planner_says(policy: str, scaling: Any) -> None:
     """As inductor's partitioner cuts it, which runs without inductor too."""
     sizes = {"num_layers": 1, "dim": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "ffn_dim": 1792}

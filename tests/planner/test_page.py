@@ -64,7 +64,7 @@ def test_the_page_without_a_pipeline_and_of_what_does_not_fit() -> None:
     text, _ = page(wish_of(pp=1))
     assert 'id="schedule"' not in text
     assert "every rank" in text
-    text, found = page(wish_of(pp=1), memory_gib=5)
+    text, found = page(wish_of(pp=1, checkpointing="full"), memory_gib=5)
     assert not found.fastest()
     assert "<h1>Short by" in text
     assert 'id="time"' not in text
