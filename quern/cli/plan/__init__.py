@@ -47,11 +47,12 @@ def layouts(
         typer.Option(help="A preset, as llama3-70b; a training config (YAML); a config.json of transformers."),
     ],
     gpus: Annotated[
-        list[int] | None, typer.Option(min=1, help="GPUs of the cluster, 8; of several clusters each is planned.")
+        list[int] | None,
+        typer.Option(min=1, help="GPUs of the cluster; by default 8. Several times: clusters to compare."),
     ] = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(help="A profile, h100, or a YAML file of one; of several each is planned."),
+        typer.Option(help="A profile, as h100, the default, or a YAML file of one. Several times: to compare."),
     ] = None,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of a sequence.")] = 8192,
     batch: Annotated[
