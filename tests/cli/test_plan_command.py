@@ -130,6 +130,14 @@ def test_a_model_of_transformers_is_planned(tmp_path: Path, capfd: pytest.Captur
     assert told["model"]["parameters"] - smaller["model"]["parameters"] == 2 * 150_000 * 5120
 
 
+def test_a_preset_is_one_whatever_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "debug").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(said(capfd, "plan", "--model", "debug", "--gpus", 1, "--json"))["model"]["dim"] == 256
+
+
 def test_clusters_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
     """Each as it is planned alone; where nothing fits that is said of it, and of all it ends in 1."""
     few, fixed = ("--model", "llama3-8b", "--tokens", "1T"), ("--fix", "pp=1", "--fix", "cp=1", "--fix", "tp=1")

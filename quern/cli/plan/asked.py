@@ -13,7 +13,7 @@ import yaml
 from quern import storage
 from quern.config import read_yaml, validate
 from quern.errors import InputError
-from quern.model.config import ModelConfig, ModelShape
+from quern.model.config import PRESETS, ModelConfig, ModelShape
 from quern.model.float8.recipe import Recipe, Scaling
 from quern.planner.candidates import Choice, Wish
 
@@ -34,7 +34,7 @@ def model_of(name: str, vocab_size: int | None) -> tuple[ModelShape, dict[str, A
     a vocabulary of its own: the sizes, and a section ``model`` that has them."""
     from quern.train.init_from import model_section
 
-    if name.endswith(".json") or os.path.isdir(name):
+    if name not in PRESETS and (name.endswith(".json") or os.path.isdir(name)):
         from quern.model.hf.config import CONFIG_FILE, shape_from_config  # which imports torch
 
         path = os.path.join(name, CONFIG_FILE) if os.path.isdir(name) else name
@@ -79,8 +79,8 @@ def _fixed(given: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             found[name] = value
         allowed = _VALUES.get(name)
-        number = type(found[name]) is int and found[name] >= 1
-        fits = number if allowed is None else (type(found[name]), found[name]) in [(type(one), one) for one in allowed]
+        whole = type(found[name]) is int and found[name] >= 1
+        fits = whole if allowed is None else (type(found[name]), found[name]) in [(type(one), one) for one in allowed]
         if not fits:
             expected = "a whole number above 0" if allowed is None else ", ".join(map(_yaml, allowed))
             raise InputError(f"--fix: {name}: expected {expected}, got {value!r}")
