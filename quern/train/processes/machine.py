@@ -49,16 +49,17 @@ def _left_in_groups(root: str) -> Iterator[int]:
         for line in _read(root, "proc/self/cgroup").splitlines():
             _, kinds, path = line.split(":", 2)
             for kind in names.keys() & kinds.split(","):
-                base, most, used, prefix = names[kind]
-                for folder in (
-                    path.strip("/"),
-                    *map(str, PurePath(path.strip("/")).parents),
-                ):  # of ours, or its own view
-                    with suppress(OSError, ValueError):  # no such file; "max", which is no limit
-                        group = root, base, folder
-                        stat = dict(one.split() for one in _read(*group, "memory.stat").splitlines())
-                        cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
-                        yield int(_read(*group, most)) - int(_read(*group, used)) + cache
+                base, *files = names[kind]
+                yield from _left_around(os.path.join(root, base), path.strip("/"), *files)
+
+
+def _left_around(base: str, path: str, most: str, used: str, prefix: str) -> Iterator[int]:
+    """Of the group ``path`` below ``base`` and those that it is in. A container sees its own group as ``base``."""
+    for group in (path, *map(str, PurePath(path).parents)):
+        with suppress(OSError, ValueError):  # no such file; "max", which is no limit
+            stat = dict(line.split() for line in _read(base, group, "memory.stat").splitlines())
+            cache = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
+            yield int(_read(base, group, most)) - int(_read(base, group, used)) + cache
 
 
 def pci_address(device: torch.device) -> str:
